@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a weight is cut over the ranks: one dimension, segment by segment.
+
+A merged weight (gate and up; q_a and kv_a) holds several logical matrices, its
+segments. Rank r takes the r-th block of *each* segment, not the r-th block of the
+whole: otherwise rank 0 would hold gate rows only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .errors import ShardingError
+
+_TEXT = re.compile(r"S(\d+)\[(\d+(?:,\d+)*)\]")
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """``Shard(dim)`` of a weight, segment by segment; written ``S0[6144,6144]``.
+
+    Args:
+        dim: the dimension that is cut.
+        segments: full sizes of the segments along ``dim``, in order; their sum is
+            the full size of that dimension.
+    """
+
+    dim: int
+    segments: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"S{self.dim}[{','.join(map(str, self.segments))}]"
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> ShardLayout:
+        """The layout that ``str(layout)`` wrote.
+
+        Raises:
+            ShardingError: ``text`` is not of the form ``S<dim>[<size>,…]``.
+        """
+        found = _TEXT.fullmatch(text)
+        if not found:
+            raise ShardingError(f"{text!r} is not a shard layout such as 'S0[6144,6144]'")
+        return ShardLayout(int(found[1]), tuple(int(s) for s in found[2].split(",")))
+
+    @property
+    def size(self) -> int:
+        """Full size of the sharded dimension."""
+        return sum(self.segments)
+
+    def indivisible(self, tp_size: int) -> int | None:
+        """The first segment that ``tp_size`` does not divide, or None."""
+        return next((s for s in self.segments if s % tp_size), None)
+
+    def local_segments(self, tp_size: int) -> tuple[int, ...]:
+        """Sizes of one rank's parts.
+
+        Raises:
+            ShardingError: ``tp_size`` does not divide a segment.
+        """
+        bad = self.indivisible(tp_size)
+        if bad is not None:
+            raise ShardingError(
+                f"segment of {bad} in layout {self} is not divisible by tp_size {tp_size}"
+            )
+        return tuple(s // tp_size for s in self.segments)
+
+    def local_size(self, tp_size: int) -> int:
+        return sum(self.local_segments(tp_size))
+
+    def ranges(self, rank: int, tp_size: int) -> list[tuple[int, int]]:
+        """``(start, length)`` along ``dim`` of each part that ``rank`` owns."""
+        out, start = [], 0
+        for full, local in zip(self.segments, self.local_segments(tp_size), strict=True):
+            out.append((start + rank * local, local))
+            start += full
+        return out
+
+    def take(self, full: torch.Tensor, rank: int, tp_size: int) -> torch.Tensor:
+        """Rank's part of ``full``: a view for one segment, a copy for several."""
+        self.require(full)
+        parts = [full.narrow(self.dim, a, n) for a, n in self.ranges(rank, tp_size)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def put(self, full: torch.Tensor, part: torch.Tensor, rank: int, tp_size: int) -> None:
+        """Write ``rank``'s part back into its places in ``full``."""
+        local = self.local_segments(tp_size)
+        for (a, n), piece in zip(
+            self.ranges(rank, tp_size), part.split(list(local), self.dim), strict=True
+        ):
+            full.narrow(self.dim, a, n).copy_(piece)
+
+    def require(self, full: torch.Tensor) -> None:
+        """Raise unless ``full`` has this layout's size along ``dim``."""
+        if full.ndim <= self.dim or full.shape[self.dim] != self.size:
+            raise ShardingError(
+                f"layout {self} needs {self.size} along dimension {self.dim}, "
+                f"found a tensor of shape {list(full.shape)}"
+            )

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops ``torch.ops.sp_passes.*``: schemas, shapes, and where they go at run time.
+
+Tokens are dimension 0 of every activation and every rank holds the same number of
+them, ``m``; a model under sequence parallelism pads to that. Weights are the *full*
+logical parameters: the ops find this rank's shard of them (``sp_passes.weights``).
+
+    all_gather      x [m, …]                            -> [tp_size * m, …]
+    reduce_scatter  x [tp_size * m, …], one addend      -> [m, …]
+    ag_gemm         x [m, …, k], weights                -> one [tp_size * m, …, n / tp_size] each
+                    (with gathered=True the gathered x comes last)
+    gemm_rs         x [tp_size * m, …, k / tp_size], weight -> [m, …, n]
+    local_shard     x full along layout.dim             -> this rank's part, a copy
+    prepare         every weight of a graph             -> a token that the ops above wait for
+
+A layout says how a weight is cut (``ShardLayout``). Which dimension it cuts tells the
+weight's orientation: ``ag_gemm`` cuts output features, so ``S0`` means ``[out, in]``
+and ``S1`` means ``[in, out]``; ``gemm_rs`` cuts input features, the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _private
+from ..errors import ShardingError, SPError
+from ..layout import ShardLayout
+from . import unfused
+from .kernels import Call, choose
+
+_LIB = torch.library.Library("sp_passes", "DEF")
+
+
+def group_of(name: str, tp_size: int) -> Any:
+    """The process group ``name``, checked against the ``tp_size`` the graph was made for."""
+    if not name:
+        raise SPError(
+            "this graph was rewritten offline (SPConfig without a group) and cannot run on "
+            "several ranks; rewrite it with SPConfig(group=...)"
+        )
+    pg = _private.resolve_process_group(name)
+    if pg.size() != tp_size:
+        raise ShardingError(
+            f"the graph was rewritten for tp_size {tp_size}, group {name!r} has {pg.size()} ranks"
+        )
+    return pg
+
+
+def _gathered_shape(x: Tensor, tp_size: int) -> tuple[Any, ...]:
+    return (tp_size * x.shape[0], *x.shape[1:])
+
+
+def _scattered_rows(x: Tensor, tp_size: int) -> Any:
+    rows = x.shape[0]
+    if isinstance(rows, int) and rows % tp_size:
+        raise ShardingError(
+            f"reduce-scatter of {rows} rows over {tp_size} ranks: every rank must hold the same "
+            "number; pad the tokens to a multiple of tp_size"
+        )
+    return rows // tp_size
+
+
+def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
+    cut = ShardLayout.parse(layout)
+    cut.require(weight)
+    return cut.local_size(tp_size)
+
+
+# --- what each op computes --------------------------------------------------------------
+
+
+def _all_gather(x: Tensor, group: str, tp_size: int) -> Tensor:
+    return unfused.all_gather(x, group_of(group, tp_size), tp_size)
+
+
+def _reduce_scatter(x: Tensor, group: str, tp_size: int) -> Tensor:
+    _scattered_rows(x, tp_size)
+    return unfused.reduce_scatter(x, group_of(group, tp_size), tp_size)
+
+
+def _ag_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    layouts: Sequence[str],
+    ready: Tensor | None,
+    group: str,
+    tp_size: int,
+    kernel: str = "auto",
+    gathered: bool = False,
+) -> list[Tensor]:
+    from ..weights import resident
+
+    pg = group_of(group, tp_size)
+    cuts = [ShardLayout.parse(text) for text in layouts]
+    shards = [resident(w, cut, pg) for w, cut in zip(weights, cuts, strict=True)]
+    vectors = [
+        None if b is None else resident(b, ShardLayout(0, cut.segments), pg)
+        for b, cut in zip(biases, cuts, strict=True)
+    ]
+    call = Call(
+        "ag_gemm",
+        x.device.type,
+        x.dtype,
+        sum(cut.local_size(tp_size) for cut in cuts),
+        x.shape[-1],
+        x.shape[0] * tp_size,
+        tp_size,
+    )
+    full, *out = choose(call, kernel).run(
+        x, shards, vectors, [cut.dim == 0 for cut in cuts], pg, tp_size
+    )
+    return [*out, full] if gathered else out
+
+
+def _gemm_rs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    ready: Tensor | None,
+    group: str,
+    tp_size: int,
+    kernel: str = "auto",
+) -> Tensor:
+    from ..weights import resident
+
+    _scattered_rows(x, tp_size)
+    pg = group_of(group, tp_size)
+    cut = ShardLayout.parse(layout)
+    shard = resident(weight, cut, pg)
+    out_first = cut.dim == 1
+    call = Call(
+        "gemm_rs",
+        x.device.type,
+        x.dtype,
+        weight.shape[0 if out_first else 1],
+        x.shape[-1],
+        x.shape[0],
+        tp_size,
+    )
+    return choose(call, kernel).run(x, shard, bias, out_first, pg, tp_size)
+
+
+def _local_shard(x: Tensor, layout: str, group: str, tp_size: int) -> Tensor:
+    pg = group_of(group, tp_size)
+    return ShardLayout.parse(layout).take(x, pg.rank(), tp_size).clone()
+
+
+def _prepare(
+    weights: Sequence[Tensor],
+    layouts: Sequence[str],
+    names: Sequence[str],
+    plan: str,
+    release: bool,
+    group: str,
+    tp_size: int,
+) -> Tensor:
+    from ..weights import prepare
+
+    cuts = [ShardLayout.parse(text) for text in layouts]
+    prepare(weights, cuts, names, plan, release, group_of(group, tp_size))
+    return torch.empty(0, dtype=torch.int8)
+
+
+# --- shapes -----------------------------------------------------------------------------
+
+
+def _all_gather_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
+    return x.new_empty(_gathered_shape(x, tp_size))
+
+
+def _reduce_scatter_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
+    return x.new_empty((_scattered_rows(x, tp_size), *x.shape[1:]))
+
+
+def _ag_gemm_fake(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    layouts: Sequence[str],
+    ready: Tensor | None,
+    group: str,
+    tp_size: int,
+    kernel: str = "auto",
+    gathered: bool = False,
+) -> list[Tensor]:
+    rows = _gathered_shape(x, tp_size)
+    out = [
+        x.new_empty((*rows[:-1], _out_features(w, layout, tp_size)))
+        for w, layout in zip(weights, layouts, strict=True)
+    ]
+    return [*out, x.new_empty(rows)] if gathered else out
+
+
+def _gemm_rs_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    ready: Tensor | None,
+    group: str,
+    tp_size: int,
+    kernel: str = "auto",
+) -> Tensor:
+    cut = ShardLayout.parse(layout)
+    cut.require(weight)
+    if x.shape[-1] != cut.local_size(tp_size):
+        raise ShardingError(
+            f"gemm_rs got {x.shape[-1]} input features, layout {cut} over {tp_size} ranks "
+            f"leaves {cut.local_size(tp_size)}"
+        )
+    return x.new_empty((_scattered_rows(x, tp_size), *x.shape[1:-1], weight.shape[1 - cut.dim]))
+
+
+def _local_shard_fake(x: Tensor, layout: str, group: str, tp_size: int) -> Tensor:
+    cut = ShardLayout.parse(layout)
+    cut.require(x)
+    shape = list(x.shape)
+    shape[cut.dim] = cut.local_size(tp_size)
+    return x.new_empty(shape)
+
+
+def _prepare_fake(
+    weights: Sequence[Tensor],
+    layouts: Sequence[str],
+    names: Sequence[str],
+    plan: str,
+    release: bool,
+    group: str,
+    tp_size: int,
+) -> Tensor:
+    return torch.empty(0, dtype=torch.int8)
+
+
+# --- registration -----------------------------------------------------------------------
+
+
+def _inference_only(name: str) -> Any:
+    def refuse(ctx: Any, *args: Any, **kwargs: Any) -> None:
+        raise SPError(
+            f"sp_passes::{name} has no gradient: sp_passes is for inference; run the model "
+            "under torch.no_grad() or torch.inference_mode()"
+        )
+
+    return refuse
+
+
+_SIGNATURES = {
+    "all_gather": ("(Tensor x, str group, int tp_size) -> Tensor", _all_gather, _all_gather_fake),
+    "reduce_scatter": (
+        "(Tensor x, str group, int tp_size) -> Tensor",
+        _reduce_scatter,
+        _reduce_scatter_fake,
+    ),
+    "ag_gemm": (
+        "(Tensor x, Tensor[] weights, Tensor?[] biases, str[] layouts, Tensor? ready, str group,"
+        ' int tp_size, str kernel="auto", bool gathered=False) -> Tensor[]',
+        _ag_gemm,
+        _ag_gemm_fake,
+    ),
+    "gemm_rs": (
+        "(Tensor x, Tensor weight, Tensor? bias, str layout, Tensor? ready, str group,"
+        ' int tp_size, str kernel="auto") -> Tensor',
+        _gemm_rs,
+        _gemm_rs_fake,
+    ),
+    "local_shard": (
+        "(Tensor x, str layout, str group, int tp_size) -> Tensor",
+        _local_shard,
+        _local_shard_fake,
+    ),
+    "prepare": (
+        "(Tensor[] weights, str[] layouts, str[] names, str plan, bool release, str group,"
+        " int tp_size) -> Tensor",
+        _prepare,
+        _prepare_fake,
+    ),
+}
+
+for _name, (_schema, _real, _fake) in _SIGNATURES.items():
+    _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIB.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sp_passes::{_name}", _fake, lib=_LIB)
+    torch.library.register_autograd(
+        f"sp_passes::{_name}",
+        _inference_only(_name),
+        setup_context=_inference_only(_name),
+        lib=_LIB,
+    )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs an op: a table, asked once per kind of call.
+
+A fused kernel is one more :func:`register_kernel`. Rows are tried in the order of
+their preference, highest first; ``kernels="auto"`` takes the first that supports the
+call, a name takes that one, or raises with the reason it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..errors import SPError
+from . import unfused
+
+OPS = ("ag_gemm", "gemm_rs")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a kernel may depend on; equal on every rank.
+
+    ``tokens`` are global rows (``tp_size`` times the local ones), ``n`` output features
+    and ``k`` input features of this rank's weights (``n`` summed over several weights).
+    """
+
+    op: str
+    device: str
+    dtype: torch.dtype
+    n: int
+    k: int
+    tokens: int
+    tp_size: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row: ``why_not`` returns the reason a call is not supported, or None."""
+
+    name: str
+    op: str
+    run: Callable[..., Any]
+    why_not: Callable[[Call], str | None]
+    preference: int = field(default=0)
+
+
+_TABLE: dict[tuple[str, str], Kernel] = {}
+
+
+def register_kernel(
+    name: str,
+    op: str,
+    run: Callable[..., Any],
+    why_not: Callable[[Call], str | None] = lambda call: None,
+    preference: int = 0,
+) -> None:
+    """Add an implementation of ``op``; it has the signature of the one in ``unfused``."""
+    if op not in OPS:
+        raise SPError(f"no op {op!r} to register a kernel for; there are {', '.join(OPS)}")
+    _TABLE[op, name] = Kernel(name, op, run, why_not, preference)
+    choose.cache_clear()
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Names that ``SPConfig.kernels`` may take."""
+    return ("auto", *sorted({name for _, name in _TABLE}))
+
+
+@lru_cache(maxsize=4096)
+def choose(call: Call, requested: str) -> Kernel:
+    """The kernel that runs ``call``.
+
+    Raises:
+        SPError: the requested kernel does not exist or does not support the call.
+    """
+    rows = [k for k in _TABLE.values() if k.op == call.op]
+    if requested != "auto":
+        rows = [k for k in rows if k.name == requested]
+        if not rows:
+            raise SPError(f"no kernel {requested!r} for {call.op}; there are {kernel_names()}")
+        reason = rows[0].why_not(call)
+        if reason is not None:
+            raise SPError(f"kernel {requested!r} does not support {call}: {reason}")
+        return rows[0]
+    usable = [k for k in rows if k.why_not(call) is None]
+    return max(usable, key=lambda k: (k.preference, k.name))
+
+
+register_kernel("unfused", "ag_gemm", unfused.ag_gemm)
+register_kernel("unfused", "gemm_rs", unfused.gemm_rs)
