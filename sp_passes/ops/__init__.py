@@ -12,6 +12,7 @@ logical parameters: the ops find this rank's shard of them (``sp_passes.weights`
     gemm_rs         x [tp_size * m, …, k / tp_size], weight -> [m, …, n]
     local_shard     x full along layout.dim             -> this rank's part, a copy
     prepare         every weight of a graph             -> a token that the ops above wait for
+    agree           nothing; compares the ranks' plans where a graph has nothing to prepare
 
 A layout says how a weight is cut (``ShardLayout``). Which dimension it cuts tells the
 weight's orientation: ``ag_gemm`` cuts output features, so ``S0`` means ``[out, in]``
@@ -167,6 +168,12 @@ def _prepare(
     return torch.empty(0, dtype=torch.int8)
 
 
+def _agree(nothing: Sequence[Tensor], plan: str, group: str, tp_size: int) -> None:
+    from ..weights import prepare
+
+    prepare([], [], [], plan, False, group_of(group, tp_size))
+
+
 # --- shapes -----------------------------------------------------------------------------
 
 
@@ -237,6 +244,10 @@ def _prepare_fake(
     return torch.empty(0, dtype=torch.int8)
 
 
+def _agree_fake(nothing: Sequence[Tensor], plan: str, group: str, tp_size: int) -> None:
+    return None
+
+
 # --- registration -----------------------------------------------------------------------
 
 
@@ -281,6 +292,12 @@ _SIGNATURES = {
         _prepare_fake,
     ),
 }
+
+# The schema says that it writes to (no) tensors: so neither FX nor Inductor drops the call.
+_AGREE = "(Tensor(a!)[] nothing, str plan, str group, int tp_size) -> ()"
+_LIB.define("agree" + _AGREE, tags=(torch.Tag.pt2_compliant_tag,))
+_LIB.impl("agree", _agree, "CompositeExplicitAutograd")
+torch.library.register_fake("sp_passes::agree", _agree_fake, lib=_LIB)
 
 for _name, (_schema, _real, _fake) in _SIGNATURES.items():
     _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _private
+
 
 def all_gather(x: Tensor, pg: dist.ProcessGroup, tp_size: int) -> Tensor:
     """``[m, …]`` of every rank, stacked by rank: ``[tp_size * m, …]``."""
@@ -23,7 +25,7 @@ def all_gather(x: Tensor, pg: dist.ProcessGroup, tp_size: int) -> Tensor:
         return out
     if tp_size == 1:
         return out.copy_(x)
-    dist.all_gather_into_tensor(out, x.contiguous(), group=pg)
+    _private.all_gather_into(out, x.contiguous(), pg)
     return out
 
 

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shard an MLP whose weights are whole on every rank while its tokens are sharded.
+
+    x[S0] ─ linear(W1) ─ act ─ linear(W2) ─ y[S0]
+  ⇒ x[S0] ─ ag_gemm(W1 rows/tp) ─ act on I/tp ─ gemm_rs(W2 cols/tp) ─ y[S0]
+
+``act`` is any feature-local region: gate and up merged, separate or interleaved, casts,
+biases, row-wise scaling. W1 may be several weights, also on several inputs.
+
+Before, every rank reads all of W1 and W2 for its own tokens. After, it reads an equal
+part of both for the tokens of all ranks; the all-gather brings the tokens in and the
+reduce-scatter sums the parts and brings the results back to the tokens' owners.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from sp_passes.graph import params
+from sp_passes.graph.cut import Cut
+from sp_passes.graph.linears import Linear
+from sp_passes.graph.region import NotLocal, Region, find_region
+from sp_passes.graph.values import copy_origin, dtype, fake_mode, set_value
+from sp_passes.layout import ShardLayout
+from sp_passes.site import Context, Site
+
+ORDER = 10
+NAME = "replicated_mlp"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+S0 = Shard(0)
+ops = torch.ops.sp_passes
+
+
+@dataclass
+class Match:
+    """What ``find`` saw; ``cut`` is filled by ``check``."""
+
+    second: Linear
+    firsts: list[Linear]
+    region: Region | None
+    cut: Cut | None = None
+    sources: list[fx.Node] = field(default_factory=list)
+
+
+# --- find -------------------------------------------------------------------------------
+
+
+def find(ctx: Context) -> Iterator[Site]:
+    """Every linear whose input is computed from other linears' outputs."""
+    for second in ctx.linears.values():
+        reason: str | None = None
+        region: Region | None = None
+        try:
+            region = find_region(second, ctx.linears)
+            firsts = region.firsts
+        except NotLocal as why:
+            reason = str(why)
+            firsts = _private_sources(second, ctx.linears)
+        if not firsts:
+            continue
+        weights = tuple(dict.fromkeys(w for f in firsts for w in _weights(f)))
+        nodes = (*(f.node for f in firsts), second.node)
+        match = Match(second, firsts, region)
+        yield Site(NAME, nodes, match, (*weights, second.weight), reason=reason)
+
+
+def _weights(first: Linear) -> list[fx.Node]:
+    bias = first.bias
+    return [first.weight, bias] if bias is not None and params.is_weight(bias) else [first.weight]
+
+
+def _private_sources(second: Linear, found: dict[fx.Node, Linear]) -> list[Linear]:
+    """Linears whose outputs reach nothing but ``second``, whatever lies between.
+
+    They tell a pair that was meant as an MLP (and is reported with what stood in the way)
+    from two linears that merely follow each other in a residual stream.
+    """
+    inside, todo, ends = {second.node}, [second.x], []
+    while todo and len(inside) < 64:
+        node = todo.pop()
+        if node in inside:
+            continue
+        inside.add(node)
+        if node in found:
+            ends.append(found[node])
+        elif node.op == "call_function":
+            todo.extend(n for n in node.all_input_nodes if n.op == "call_function")
+    return [e for e in ends if all(_leads_only_to(e.node, second.node, inside) for e in ends)]
+
+
+def _leads_only_to(start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> bool:
+    todo, seen = list(start.users), set()
+    while todo:
+        node = todo.pop()
+        if node is end or node in seen:
+            continue
+        if node not in inside:
+            return False
+        seen.add(node)
+        todo.extend(node.users)
+    return True
+
+
+# --- check ------------------------------------------------------------------------------
+
+
+def check(ctx: Context, site: Site) -> str | None:
+    """The first condition that does not hold, as a sentence; fills ``site.shards``."""
+    match: Match = site.match
+    region, tp_size = match.region, ctx.tp_size
+    assert region is not None
+    if tp_size == 1:
+        return "tp_size is 1: there is nothing to shard"
+    for why in (
+        _already_sharded(ctx, site),
+        _tokens(ctx, match),
+        _escape(ctx, region),
+        _dtypes(match),
+        _biases(match),
+        _row_inputs(ctx, match),
+    ):
+        if why is not None:
+            return why
+    try:
+        match.cut = Cut(region, tp_size)
+        site.shards = _layouts(match)
+    except NotLocal as why:
+        return str(why)
+    for weight, layout in site.shards.items():
+        if layout.indivisible(tp_size) is not None:
+            return (
+                f"not divisible: segment {layout.indivisible(tp_size)} of {params.fqn(weight)} "
+                f"by tp_size {tp_size}"
+            )
+    match.sources = list(dict.fromkeys(f.x for f in match.firsts))
+    site.moved = (*match.sources, *_rows(match), match.second.node)
+    site.collectives_added = {
+        "all_gather": len(match.sources) + len(_rows(match)),
+        "reduce_scatter": 1,
+    }
+    return None
+
+
+def _already_sharded(ctx: Context, site: Site) -> str | None:
+    for weight in site.weights:
+        state = ctx.state(weight)
+        if state.placement is not None and not state.placement.is_replicate():
+            return f"already sharded: {params.fqn(weight)} is {state.placement}"
+    return None
+
+
+def _tokens(ctx: Context, match: Match) -> str | None:
+    for first in match.firsts:
+        state = ctx.state(first.x)
+        if state.placement is None:
+            return f"tokens not known to be sharded: {state.reason}"
+        if state.placement != S0:
+            return f"tokens not sharded: {first.x.name} is {state.placement}, needs {S0}"
+    return None
+
+
+def _escape(ctx: Context, region: Region) -> str | None:
+    found = region.escapes()
+    if found is None:
+        return None
+    node, user = found
+    return f"a value inside is used elsewhere: {node.name} by {user.name}"
+
+
+def _dtypes(match: Match) -> str | None:
+    for linear in (*match.firsts, match.second):
+        kinds = {dtype(linear.x), dtype(linear.weight)}
+        if len(kinds) > 1 or not kinds <= set(DTYPES):
+            names = ", ".join(sorted(str(k) for k in kinds))
+            return f"dtype: {linear.node.name} multiplies {names}"
+        if dtype(linear.node) != dtype(linear.x):
+            return f"dtype: {linear.node.name} returns {dtype(linear.node)}"
+    return None
+
+
+def _biases(match: Match) -> str | None:
+    for first in match.firsts:
+        if first.addend is not None:
+            return f"{first.addend.name} of full feature width is added by {first.node.name}"
+        if first.bias is not None and not params.is_weight(first.bias):
+            return f"the bias {first.bias.name} of {first.node.name} is computed"
+    return None
+
+
+def _layouts(match: Match) -> dict[fx.Node, ShardLayout]:
+    assert match.cut is not None
+    out: dict[fx.Node, ShardLayout] = {}
+    for first in match.firsts:
+        layout = match.cut.layout(first.node, first.out_dim)
+        out[first.weight] = layout
+        if first.bias is not None:
+            out[first.bias] = ShardLayout(0, layout.segments)
+    second = match.second
+    out[second.weight] = ShardLayout(second.in_dim, (second.in_features,))
+    return out
+
+
+def _rows(match: Match) -> list[fx.Node]:
+    assert match.region is not None
+    return list(dict.fromkeys(match.region.rows))
+
+
+def _row_inputs(ctx: Context, match: Match) -> str | None:
+    for node in _rows(match):
+        if ctx.state(node).placement != S0:
+            return f"the row-wise input {node.name} is {ctx.state(node).placement}, needs {S0}"
+    return None
+
+
+# --- rewrite ----------------------------------------------------------------------------
+
+
+def rewrite(ctx: Context, site: Site) -> None:
+    """Emit gather, local region and reduce-scatter before the second linear's node."""
+    match: Match = site.match
+    assert match.cut is not None and match.region is not None
+    graph, second = ctx.graph, match.second
+    with graph.inserting_before(second.node):
+        made: dict[fx.Node, fx.Node] = {}
+        for source in match.sources:
+            made |= _gather_products(ctx, site, [f for f in match.firsts if f.x is source])
+        for node in _rows(match):
+            made[node] = _emit(ctx, ops.all_gather.default, (node, *_group(ctx)), node)
+        for node in match.region.vectors:
+            layout = match.cut.layout(node, match.cut.dim(node))
+            made[node] = _emit(ctx, ops.local_shard.default, (node, str(layout), *_group(ctx)), node)
+        local = match.cut.rebuild(graph, made)
+        layout = site.shards[second.weight]
+        result = _emit(
+            ctx,
+            ops.gemm_rs.default,
+            (local, second.weight, second.bias, str(layout), ctx.ready, *_group(ctx)),
+            second.node,
+            kernel=True,
+        )
+        if second.addend is not None:
+            result = _emit(ctx, torch.ops.aten.add.Tensor, (result, second.addend), second.node)
+    second.node.replace_all_uses_with(result)
+
+
+def _gather_products(ctx: Context, site: Site, firsts: list[Linear]) -> dict[fx.Node, fx.Node]:
+    """One ``ag_gemm`` for all first linears on one input."""
+    args = (
+        firsts[0].x,
+        [f.weight for f in firsts],
+        [f.bias for f in firsts],
+        [str(site.shards[f.weight]) for f in firsts],
+        ctx.ready,
+        *_group(ctx),
+    )
+    call = _emit(ctx, ops.ag_gemm.default, args, firsts[0].node, kernel=True)
+    return {
+        f.node: _emit(ctx, operator.getitem, (call, i), f.node)
+        for i, f in enumerate(firsts)
+    }
+
+
+def _group(ctx: Context) -> tuple[str, int]:
+    return ctx.config.group_name, ctx.tp_size
+
+
+def _emit(
+    ctx: Context, target: object, args: tuple[object, ...], origin: fx.Node, kernel: bool = False
+) -> fx.Node:
+    extra = {"kernel": ctx.config.kernels} if kernel and ctx.config.kernels != "auto" else {}
+    node = ctx.graph.call_function(target, args, extra)  # type: ignore[arg-type]
+    copy_origin(node, origin)
+    return set_value(node, fake_mode(ctx.graph))

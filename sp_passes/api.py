@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions a user calls: ``compile`` a module, ``rewrite`` a traced graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from . import passes, store, weights
+from .backend import TOKENS, Backend
+from .config import SPConfig
+from .errors import SPError
+from .graph import params
+from .placement import input_states
+from .report import Report, merge
+
+
+def rewrite(
+    graph_module: fx.GraphModule,
+    config: SPConfig,
+    placements: Mapping[str, Placement] | None = None,
+    *,
+    tokens: str = "sharded",
+) -> Report:
+    """Rewrite a graph from ``trace`` in place, and check it.
+
+    Args:
+        graph_module: aten graph of one rank.
+        config: the options; offline (no group) the graph can be looked at but not run.
+        placements: of inputs by argument name or FQN, where they differ from the default:
+            what a parameter declares, ``Replicate()`` for other weights, and ``tokens`` for
+            activations.
+        tokens: ``"sharded"`` (each rank its own rows) or ``"replicated"``.
+
+    Returns:
+        The decision on every site.
+
+    Raises:
+        PlacementError: ``placements`` names no input.
+        SPError: strict, and a site was skipped or none was found.
+    """
+    _need(config, SPConfig)
+    _need(graph_module, fx.GraphModule)
+    tensors = {**dict(graph_module.named_parameters()), **dict(graph_module.named_buffers())}
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if node.target in tensors and not params.is_weight(node):
+            params.mark(node, str(node.target))
+    states = input_states(graph_module, placements, tokens)
+    report = passes.run(graph_module.graph, config, states)
+    weights.compiled(report.plan, str(report).partition("\n")[0])
+    graph_module.recompile()
+    return report
+
+
+def compile(
+    module: nn.Module,
+    config: SPConfig,
+    *,
+    tokens: str = "sharded",
+    placements: Mapping[str, Placement] | None = None,
+    **torch_compile_kwargs: Any,
+) -> CompiledModule:
+    """``torch.compile(module)`` with the rewrites; inference only.
+
+    On the first call the ranks compare their decisions and weights; then each keeps its
+    shards. Only this module is affected.
+
+    Args:
+        module: the model or a part of it, on this rank.
+        config: the options, with a group.
+        tokens: placement of the activation inputs: ``"sharded"`` (``Shard(0)``, each rank
+            its own rows; every rank the same number) or ``"replicated"``.
+        placements: by argument name (or FQN of a weight), overriding the above.
+        torch_compile_kwargs: passed to ``torch.compile`` (``dynamic``, ``mode``, …).
+
+    Returns:
+        The compiled module; ``.report`` after the first call.
+    """
+    _need(module, nn.Module)
+    _need(config, SPConfig)
+    if config.group is None and config.tp_size != 1:
+        raise SPError(
+            f"compile runs the graph on {config.tp_size} ranks and needs SPConfig(group=...); "
+            "use trace and rewrite to look at a graph offline"
+        )
+    if tokens not in TOKENS:
+        raise SPError(f"tokens={tokens!r} is unknown; use 'sharded' or 'replicated'")
+    if "backend" in torch_compile_kwargs:
+        raise SPError("compile has its own backend; use torch.compile for another one")
+    _known_names(module, placements)
+    rows = tuple(sorted((placements or {}).items()))
+    return CompiledModule(module, Backend(config, tokens, rows), torch_compile_kwargs)
+
+
+class CompiledModule(nn.Module):
+    """What ``compile`` returns: runs the compiled graph; anything else is the module's own.
+
+    Attributes:
+        report: every decision, once it has been called; None before.
+    """
+
+    report: Report | None
+
+    def __init__(self, module: nn.Module, backend: Backend, kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._orig_mod = module
+        self._backend = backend
+        self._run = torch.compile(module, backend=backend, **kwargs)
+        self._plans: dict[str, dict[str, str]] = {}
+        self.report = None
+        weights.remember_names(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_gradients(args, kwargs)
+        seen = len(self._plans)
+        with torch.no_grad(), weights.watching(self._watch):
+            out = self._run(*args, **kwargs)
+        if self.report is None or len(self._plans) != seen:
+            self.report = self._build_report()
+            weights.guard_module(self._orig_mod)
+        return out
+
+    def _watch(self, plan: str, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        known = self._plans.setdefault(plan, {})
+        if tensors and not known:
+            known.update(zip(names, map(weights.name_of, tensors), strict=True))
+
+    def _build_report(self) -> Report:
+        tp_size = self._backend.config.tp_size
+        assert tp_size is not None
+        found = []
+        for plan, names in self._plans.items():
+            report = store.find(plan)
+            if report is not None:
+                found.append(report.renamed(names))
+        report = merge(found) or Report(tp_size, nearest="no linear layer was compiled")
+        report.model = type(self._orig_mod).__name__
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_mod"), name)
+
+
+def _refuse_gradients(args: Any, kwargs: Any) -> None:
+    if torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves((args, kwargs))
+    ):
+        raise SPError(
+            "an input requires grad, but sp_passes is for inference: detach it or call under "
+            "torch.no_grad()"
+        )
+
+
+def _known_names(module: nn.Module, placements: Mapping[str, Placement] | None) -> None:
+    import inspect
+
+    signature = inspect.signature(module.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL for p in signature.values()):
+        return
+    known = {*signature, *dict(module.named_parameters()), *dict(module.named_buffers())}
+    for name, placement in (placements or {}).items():
+        if name not in known:
+            raise SPError(
+                f"placements names {name!r}, which is neither an argument of forward "
+                f"({', '.join(signature)}) nor a weight"
+            )
+        _need(placement, Placement)
+
+
+def _need(value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise SPError(f"expected {kind.__name__}, found {type(value).__name__}: {value!r}")

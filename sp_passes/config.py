@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``SPConfig``: the one frozen set of options that every entry point takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import SPError
+from .ops.kernels import kernel_names
+from .version import code_digest
+
+
+@dataclass(frozen=True)
+class SPConfig:
+    """What to rewrite, for which group.
+
+    Args:
+        group: the tensor-parallel process group (or 1-D ``DeviceMesh``); tp_size and
+            tp_rank are read from it. None means offline use: nothing communicates.
+        tp_size: ranks of the group; needed when ``group`` is None.
+        tp_rank: this rank, 0 when not given offline.
+        patterns: names of the patterns to use; None means every default pattern.
+        kernels: which implementation the fused ops take, ``"auto"`` or a name from
+            ``sp_passes.ops.kernels.kernel_names()``.
+        token_range: ``(lo, hi)`` *global* tokens that the graph serves. Given, the cost
+            model decides per site; None, every legal site is rewritten.
+        release_weights: free the full weight once its shard is made.
+        strict: a site that cannot be rewritten, or no site at all, is an error.
+        hardware: name of a hardware profile, or path of one, for the cost model.
+        max_tokens: most *global* tokens of a step; sizes the workspaces of fused kernels.
+
+    Raises:
+        SPError: an argument does not fit; the message says what to change.
+    """
+
+    group: Any = None
+    tp_size: int | None = None
+    tp_rank: int | None = None
+    patterns: tuple[str, ...] | None = None
+    kernels: str = "auto"
+    token_range: tuple[int, int] | None = None
+    release_weights: bool = True
+    strict: bool = False
+    hardware: str | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._read_group()
+        self._check_ranks()
+        self._check_patterns()
+        if self.kernels not in kernel_names():
+            raise SPError(
+                f"kernels={self.kernels!r} is unknown; use one of {', '.join(kernel_names())}"
+            )
+        self._check_tokens()
+        for name in ("release_weights", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise SPError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        if self.hardware is not None and not isinstance(self.hardware, str):
+            raise SPError(
+                f"hardware must be the name or path of a profile, found {self.hardware!r}"
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _read_group(self) -> None:
+        group = self.group
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise SPError(
+                    f"group is a {group.ndim}-D DeviceMesh; pass its tensor-parallel dimension, "
+                    "for example mesh['tp']"
+                )
+            group = group.get_group()
+            self._set("group", group)
+        if group is None:
+            return
+        if not isinstance(group, dist.ProcessGroup):
+            raise SPError(
+                f"group must be a torch.distributed ProcessGroup or a 1-D DeviceMesh, found "
+                f"{type(group).__name__}; this rank may not be a member of the group"
+            )
+        for name, found in (("tp_size", group.size()), ("tp_rank", group.rank())):
+            asked = getattr(self, name)
+            if asked is not None and asked != found:
+                raise SPError(
+                    f"{name}={asked} disagrees with the group, which says {found}; leave {name} "
+                    "out, it is read from the group"
+                )
+            self._set(name, found)
+
+    def _check_ranks(self) -> None:
+        if self.tp_size is None:
+            raise SPError("give SPConfig a group, or tp_size for offline use")
+        _require_int("tp_size", self.tp_size, 1)
+        if self.tp_rank is None:
+            self._set("tp_rank", 0)
+        _require_int("tp_rank", self.tp_rank, 0)
+        assert self.tp_rank is not None
+        if self.tp_rank >= self.tp_size:
+            raise SPError(
+                f"tp_rank={self.tp_rank} is not below tp_size={self.tp_size}; ranks count from 0"
+            )
+
+    def _check_patterns(self) -> None:
+        if self.patterns is None:
+            return
+        from .patterns import PATTERNS
+
+        if isinstance(self.patterns, str) or not isinstance(self.patterns, Sequence):
+            raise SPError(
+                f"patterns must be a list of names, found {self.patterns!r}; "
+                f"for one pattern write patterns=[{self.patterns!r}]"
+            )
+        for name in self.patterns:
+            if name not in PATTERNS:
+                near = get_close_matches(str(name), list(PATTERNS), n=1)
+                hint = f", did you mean {near[0]!r}?" if near else ""
+                raise SPError(f"unknown pattern {name!r}{hint}; there are {', '.join(PATTERNS)}")
+        self._set("patterns", tuple(self.patterns))
+
+    def _check_tokens(self) -> None:
+        if self.token_range is not None:
+            try:
+                lo, hi = self.token_range
+            except (TypeError, ValueError):
+                raise SPError(
+                    f"token_range must be (lowest, highest) global tokens, "
+                    f"found {self.token_range!r}"
+                ) from None
+            _require_int("token_range's lowest", lo, 0)
+            _require_int("token_range's highest", hi, 0)
+            if lo > hi:
+                raise SPError(f"token_range=({lo}, {hi}) is reversed; write ({hi}, {lo})")
+            self._set("token_range", (lo, hi))
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1)
+
+    @property
+    def group_name(self) -> str:
+        """The name under which collectives find the group; empty offline."""
+        return "" if self.group is None else str(self.group.group_name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option but the live group, which has no JSON form."""
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "group"}
+        for name in ("patterns", "token_range"):
+            if out[name] is not None:
+                out[name] = list(out[name])
+        return out
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], group: Any = None) -> SPConfig:
+        """Options from a mapping; an unknown key is an SPError that names it."""
+        if not isinstance(data, dict):
+            raise SPError(f"a config is a JSON object, found {type(data).__name__}")
+        known = {f.name for f in fields(cls)} - {"group"}
+        for key in data:
+            if key not in known:
+                near = get_close_matches(key, sorted(known), n=1)
+                hint = f", did you mean {near[0]!r}?" if near else ""
+                raise SPError(
+                    f"unknown option {key!r} in the config{hint}; there are "
+                    f"{', '.join(sorted(known))}"
+                )
+        return cls(group=group, **data)
+
+    @classmethod
+    def from_json(cls, text: str, group: Any = None) -> SPConfig:
+        """What ``to_json`` wrote; the group, if any, is given beside it."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as err:
+            raise SPError(f"the config is not valid JSON: {err}") from None
+        return cls.from_dict(data, group)
+
+    def digest(self) -> str:
+        """Hash of all that decides how a graph is rewritten; the same on every rank."""
+        parts = {**self.to_dict(), "group": self.group_name}
+        del parts["tp_rank"]
+        text = json.dumps([code_digest(), torch.__version__, parts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _require_int(name: str, value: Any, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise SPError(f"{name} must be a whole number of at least {lowest}, found {value!r}")

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One spelling for what traced graphs write in several, so that patterns match once.
+
+    t, transpose of a matrix            -> permute(x, [1, 0])
+    permute after permute               -> one permute, or nothing
+    split, split_with_sizes, chunk, unbind + getitem -> slice, select
+    view, _unsafe_view, reshape         -> reshape; reshape after reshape -> the last one
+    linear without decomposition        -> stays (one adapter reads it)
+    identity slice, permute, expand, cast, reshape, alias, detach -> nothing
+
+Only views and their spelling change; no arithmetic does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .values import copy_origin, dtype, is_tensor, shape, static, value
+
+aten = torch.ops.aten
+_END = 2**62
+
+Rule = Callable[[fx.Graph, fx.Node], "fx.Node | None"]
+
+
+def canonicalise(graph: fx.Graph) -> int:
+    """Rewrite ``graph`` in place to canonical spelling.
+
+    Returns:
+        How many nodes were replaced.
+    """
+    changed = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node._erased:
+            continue
+        rule = _RULES.get(node.target)
+        if rule is None:
+            continue
+        new = rule(graph, node)
+        if new is not None and new is not node:
+            node.replace_all_uses_with(new)
+            changed += 1
+        if not node.users:
+            _erase_unused(graph, node)
+    return changed
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    if not node.users and not node._erased and node.op == "call_function":
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        for source in inputs:
+            if source.target in _RULES:
+                _erase_unused(graph, source)
+
+
+def _call(graph: fx.Graph, old: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """``target(*args)`` before ``old``, with ``old``'s value: the same values, respelled."""
+    with graph.inserting_before(old):
+        new = graph.call_function(target, args)
+    copy_origin(new, old)
+    new.meta["val"] = value(old)
+    return new
+
+
+def same_shape(a: fx.Node, b: fx.Node) -> bool:
+    one, two = shape(a), shape(b)
+    return len(one) == len(two) and all(
+        x is y or statically_known_true(x == y) for x, y in zip(one, two, strict=True)
+    )
+
+
+def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    source = node.args[0]
+    if not is_tensor(node) or not is_tensor(source):
+        return None
+    ndim = len(shape(node))
+    if node.target is aten.t.default:
+        order = list(range(ndim))[::-1]
+    elif node.target is aten.transpose.int:
+        order = list(range(ndim))
+        a, b = node.args[1] % ndim, node.args[2] % ndim
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [d % ndim for d in node.args[1]]
+    if source.target is aten.permute.default:
+        inner = [d % ndim for d in source.args[1]]
+        source, order = source.args[0], [inner[d] for d in order]
+    if order == list(range(ndim)):
+        return source
+    if node.target is aten.permute.default and source is node.args[0]:
+        return None
+    return _call(graph, node, aten.permute.default, (source, order))
+
+
+def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    source = node.args[0]
+    if not is_tensor(node) or not is_tensor(source):
+        return None
+    while source.target is aten.reshape.default:
+        source = source.args[0]
+    if same_shape(node, source):
+        return source
+    if node.target is aten.reshape.default and source is node.args[0]:
+        return None
+    return _call(graph, node, aten.reshape.default, (source, node.args[1]))
+
+
+def _same_as_input(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Drop a slice, expand, squeeze or alias that changes neither shape nor dtype."""
+    source = node.args[0]
+    if is_tensor(node) and is_tensor(source) and same_shape(node, source):
+        if node.target is aten.slice.Tensor and (node.args[4:] or (1,))[0] != 1:
+            return None
+        return source if dtype(node) == dtype(source) else None
+    return None
+
+
+def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    source = node.args[0]
+    if is_tensor(node) and is_tensor(source) and dtype(node) == dtype(source):
+        return source
+    return None
+
+
+def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    parent, index = node.args
+    if not isinstance(parent, fx.Node) or not isinstance(index, int):
+        return None
+    if parent.op != "call_function" or parent.target not in _PIECES or not is_tensor(node):
+        return None
+    source = parent.args[0]
+    ndim = len(shape(source))
+    dim = _dim_of(parent) % ndim
+    if parent.target is aten.unbind.int:
+        return _call(graph, node, aten.select.int, (source, dim, index))
+    sizes = [static(v.shape[dim]) for v in value(parent)]
+    if any(size is None for size in sizes):
+        return None
+    index %= len(sizes)
+    start = sum(sizes[:index])  # type: ignore[arg-type]
+    stop = start + sizes[index]  # type: ignore[operator]
+    if start == 0 and stop == static(shape(source)[dim]):
+        return source
+    return _call(graph, node, aten.slice.Tensor, (source, dim, start, stop))
+
+
+def _dim_of(node: fx.Node) -> int:
+    at = 1 if node.target is aten.unbind.int else 2
+    return node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)  # type: ignore
+
+
+_PIECES = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.split.sizes,
+}
+
+_RULES: dict[Any, Rule] = {
+    aten.t.default: _permute,
+    aten.transpose.int: _permute,
+    aten.permute.default: _permute,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.slice.Tensor: _same_as_input,
+    aten.expand.default: _same_as_input,
+    aten.squeeze.dims: _same_as_input,
+    aten.alias.default: _same_as_input,
+    aten.detach.default: _same_as_input,
+    torch.ops.prims.convert_element_type.default: _cast,
+    operator.getitem: _getitem,
+    **{piece: lambda graph, node: None for piece in _PIECES},
+}

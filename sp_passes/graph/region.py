@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feature-local region between two linears, and how it is cut over ranks.
+
+Every feature that enters the second linear is a *lane*. Walking back from there, each
+node of the region tells which lane each of its features belongs to; at the outputs of
+the first linears this says which weight rows make which lane, however the graph slices,
+chunks, interleaves or reshapes them. A rank that owns a block of lanes then owns known
+rows of each first weight, and every literal size in between follows.
+
+Values have token dimensions first (``rows``) and feature dimensions last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from . import params
+from .linears import Linear
+from .values import is_tensor, product, shape, static
+
+aten = torch.ops.aten
+Lanes = np.ndarray
+_UNKNOWN = -1
+_LIMIT = 256
+
+
+class NotLocal(Exception):
+    """Why a region cannot be cut by features: the reason a user reads."""
+
+
+@dataclass
+class Region:
+    """What lies between ``firsts`` and ``second``.
+
+    Attributes:
+        second: the linear that the region feeds.
+        firsts: linears whose outputs the region starts from.
+        nodes: the region's own nodes, in graph order.
+        lanes: feature dimensions' lanes of every first output and region node.
+        rows: inputs ``[rows…, 1]`` that scale whole rows.
+        vectors: inputs without rows that vary along features, with their lanes.
+    """
+
+    second: Linear
+    firsts: list[Linear] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    lanes: dict[fx.Node, Lanes] = field(default_factory=dict)
+    rows: list[fx.Node] = field(default_factory=list)
+    vectors: dict[fx.Node, Lanes] = field(default_factory=dict)
+
+    def escapes(self) -> tuple[fx.Node, fx.Node] | None:
+        """A value of the region and its user outside, if there is one."""
+        inside = {*self.nodes, self.second.node}
+        for node in [*(f.node for f in self.firsts), *self.nodes]:
+            for user in node.users:
+                if user not in inside or (user is self.second.node and node is not self.second.x):
+                    return node, user
+        return None
+
+
+def find_region(second: Linear, found: dict[fx.Node, Linear]) -> Region:
+    """Walk back from ``second``'s input to the linears it is computed from.
+
+    Args:
+        second: the later linear.
+        found: every linear of the graph by its result.
+
+    Raises:
+        NotLocal: an op mixes features or rows, or something else than linears feeds it.
+    """
+    region = Region(second)
+    width = second.in_features
+    last = shape(second.x)[-1]
+    if static(last) != width:
+        raise NotLocal(f"the width {last} entering {second.node.name} is not static")
+    order: dict[fx.Node, int] = {}
+    heap: list[tuple[int, fx.Node]] = []
+
+    def push(node: fx.Node, lanes: Lanes) -> None:
+        known = region.lanes.get(node)
+        if known is None:
+            region.lanes[node] = lanes
+            order[node] = _position(node)
+            heapq.heappush(heap, (-order[node], node))
+            return
+        if known.shape != lanes.shape:
+            raise NotLocal(f"{node.name} is read with two different feature shapes")
+        clash = (known != lanes) & (known != _UNKNOWN) & (lanes != _UNKNOWN)
+        if clash.any():
+            raise NotLocal(f"the features of {node.name} are combined in two different orders")
+        region.lanes[node] = np.where(known == _UNKNOWN, lanes, known)
+
+    push(second.x, np.arange(width))
+    while heap:
+        if len(region.nodes) > _LIMIT:
+            raise NotLocal(f"more than {_LIMIT} operations lie before {second.node.name}")
+        _, node = heapq.heappop(heap)
+        lanes = region.lanes[node]
+        if node in found:
+            _add_first(region, found[node], lanes)
+        else:
+            rule = _rule(node)
+            for source, its_lanes in rule(region, node, lanes):
+                push(source, its_lanes)
+            region.nodes.append(node)
+    region.nodes.reverse()
+    region.firsts.reverse()
+    return region
+
+
+def _position(node: fx.Node) -> Any:
+    return node.meta["sp_index"]
+
+
+def number_nodes(graph: fx.Graph) -> None:
+    """Give nodes their place in graph order, which ``find_region`` walks by."""
+    for index, node in enumerate(graph.nodes):
+        node.meta["sp_index"] = index
+
+
+def _add_first(region: Region, linear: Linear, lanes: Lanes) -> None:
+    if lanes.ndim != 1:
+        raise NotLocal(f"{linear.node.name} is read with its features split")
+    if (lanes == _UNKNOWN).any():
+        unused = int((lanes == _UNKNOWN).sum())
+        raise NotLocal(
+            f"{unused} of the {len(lanes)} features of {params.fqn(linear.weight)} do not reach "
+            f"{region.second.node.name}"
+        )
+    region.firsts.append(linear)
+
+
+# --- how each op hands lanes to its inputs ----------------------------------------------
+
+Edges = Iterator[tuple[fx.Node, Lanes]]
+Rule = Callable[[Region, fx.Node, Lanes], Edges]
+
+
+def _rule(node: fx.Node) -> Rule:
+    if node.op in ("placeholder", "get_attr"):
+        kind = "weight" if params.is_weight(node) else "activation"
+        raise NotLocal(f"the {kind} {params.fqn(node)} of full feature width enters the region")
+    target: Any = node.target
+    if target in RULES:
+        return RULES[target]
+    tags = getattr(target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags or "rand" in str(target):
+        raise NotLocal(f"randomness in the region: {target} ({node.name})")
+    if torch.Tag.pointwise in tags:
+        return _pointwise
+    raise NotLocal(f"region not feature-local: {target} ({node.name}) may mix features")
+
+
+def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    """Each operand broadcasts to the result: full width, rows only, or features only."""
+    ndim = len(shape(node))
+    for operand in node.all_input_nodes:
+        if not is_tensor(operand):
+            continue
+        if operand.target is aten.expand.default and is_tensor(operand.args[0]):
+            operand = _through_expand(operand, node, lanes)
+        sizes = shape(operand)
+        missing = ndim - len(sizes)
+        features = sizes[max(0, len(sizes) - lanes.ndim) :]
+        rows = sizes[: max(0, len(sizes) - lanes.ndim)]
+        padded = (1,) * (lanes.ndim - len(features)) + tuple(features)
+        if all(static(f) == 1 for f in padded):
+            if missing == 0 and rows and static(rows[0]) != 1:
+                region.rows.append(operand)
+        elif tuple(padded) != lanes.shape:
+            raise NotLocal(
+                f"{operand.name} with feature shape {list(padded)} is broadcast over "
+                f"{list(lanes.shape)} in {node.name}"
+            )
+        elif missing > 0 or all(static(r) == 1 for r in rows):
+            _add_vector(region, operand, lanes, len(features))
+        else:
+            yield operand, lanes
+
+
+def _through_expand(operand: fx.Node, node: fx.Node, lanes: Lanes) -> fx.Node:
+    """The source of an expand, where broadcasting in the pointwise op does the same."""
+    source = operand.args[0]
+    assert isinstance(source, fx.Node)
+    others = [n for n in node.all_input_nodes if n is not operand and is_tensor(n)]
+    if any(shape(n) == shape(node) for n in others):
+        return source
+    raise NotLocal(f"{operand.name} is a broadcast value on its own")
+
+
+def _add_vector(region: Region, operand: fx.Node, lanes: Lanes, ndim: int) -> None:
+    if ndim != lanes.ndim:
+        raise NotLocal(f"{operand.name} covers only some of the feature dimensions")
+    region.vectors[operand] = lanes
+
+
+def _constant(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    return iter(())
+
+
+def _like(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    yield node.args[0], lanes  # type: ignore[misc]
+
+
+def _reshape(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    sizes = shape(source)
+    for start in range(len(sizes) - 1, 0, -1):
+        if product(sizes[start:]) == lanes.size:
+            yield source, lanes.reshape(sizes[start:])
+            return
+    raise NotLocal(f"{node.name} reshapes {list(sizes)} across rows and features")
+
+
+def _permute(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    source, order = node.args[0], node.args[1]
+    assert isinstance(source, fx.Node) and isinstance(order, (list, tuple))
+    rows = len(order) - lanes.ndim
+    if list(order[:rows]) != list(range(rows)):
+        raise NotLocal(f"{node.name} moves rows into features")
+    back = np.argsort([d - rows for d in order[rows:]])
+    yield source, lanes.transpose(back)
+
+
+def _slice(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    at, window = slice_of(node)
+    axis = at - (len(shape(source)) - lanes.ndim)
+    if axis < 0:
+        raise NotLocal(f"{node.name} slices rows")
+    whole = np.full(_feature_sizes(source, lanes.ndim), _UNKNOWN)
+    whole[(slice(None),) * axis + (window,)] = lanes
+    yield source, whole
+
+
+def _select(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    source, dim, index = node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    ndim = len(shape(source))
+    axis = dim % ndim - (ndim - lanes.ndim - 1)
+    if axis < 0:
+        raise NotLocal(f"{node.name} selects one row")
+    whole = np.full(_feature_sizes(source, lanes.ndim + 1), _UNKNOWN)
+    whole[(slice(None),) * axis + (index,)] = lanes
+    yield source, whole
+
+
+def _cat(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    ndim = len(shape(node))
+    parts = node.args[0]
+    assert isinstance(parts, (list, tuple))
+    axis = cat_dim(node) - (ndim - lanes.ndim)
+    if axis < 0:
+        raise NotLocal(f"{node.name} concatenates rows")
+    start = 0
+    for part in parts:
+        size = static(shape(part)[cat_dim(node)])  # type: ignore[arg-type]
+        if size is None:
+            raise NotLocal(f"{node.name} concatenates pieces of unknown width")
+        yield part, np.take(lanes, range(start, start + size), axis)  # type: ignore[misc]
+        start += size
+
+
+def _unsqueeze(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    ndim = len(shape(node))
+    axis = dim % ndim - (ndim - lanes.ndim)
+    if axis < 0:
+        raise NotLocal(f"{node.name} adds a row dimension")
+    yield source, lanes.squeeze(axis)
+
+
+def _feature_sizes(node: fx.Node, ndim: int) -> tuple[int, ...]:
+    sizes = shape(node)[len(shape(node)) - ndim :]
+    if product(sizes) is None:
+        raise NotLocal(f"{node.name} has features of unknown width")
+    return tuple(sizes)
+
+
+def slice_of(node: fx.Node) -> tuple[int, slice]:
+    """Dimension and window of an ``aten.slice``, normalised to its input's size."""
+    source, dim, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    dim %= len(shape(source))
+    size = static(shape(source)[dim])
+    ends = (start, stop, step)
+    if size is None or any(e is not None and static(e) is None for e in ends):
+        raise NotLocal(f"{node.name} slices rows or a dimension of unknown size")
+    return dim, slice(*slice(start, stop, step).indices(size))
+
+
+def cat_dim(node: fx.Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    return dim % len(shape(node))
+
+
+RULES: dict[Any, Rule] = {
+    aten.reshape.default: _reshape,
+    aten.permute.default: _permute,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.cat.default: _cat,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.full.default: _constant,
+    aten.full_like.default: _like,
+    aten.zeros_like.default: _like,
+    aten.ones_like.default: _like,
+    **dict.fromkeys(
+        (
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.contiguous.default,
+            aten.alias.default,
+            aten.detach.default,
+            torch.ops.prims.convert_element_type.default,
+        ),
+        _pointwise,
+    ),
+}

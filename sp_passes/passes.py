@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass manager: canonicalise, find, check, decide, rewrite, verify, report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import policy
+from .config import SPConfig
+from .errors import PlacementError, SPError
+from .graph import params
+from .graph.canonical import canonicalise
+from .graph.linears import linears
+from .graph.region import number_nodes
+from .graph.values import fake_mode, set_value, shape
+from .layout import ShardLayout
+from .patterns import patterns
+from .placement import State, propagate
+from .report import Decision, Report
+from .site import Context, Site
+
+States = Mapping[fx.Node, Any]
+
+
+def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> Report:
+    """Rewrite ``graph`` in place.
+
+    Args:
+        graph: aten graph of one rank, with fake values and marked weights.
+        config: the options.
+        inputs: placements of the graph's inputs (``placement.input_states``).
+
+    Returns:
+        Every decision, in graph order.
+
+    Raises:
+        PlacementError: the rewritten graph does not place every value as before; a bug of
+            a pattern, never of the model.
+        SPError: with ``strict``, a site that cannot be rewritten, or none at all.
+    """
+    assert config.tp_size is not None
+    report = Report(config.tp_size)
+    with _stage(report, "canonicalise"):
+        canonicalise(graph)
+    with _stage(report, "propagate"):
+        before = propagate(graph, config.tp_size, inputs)
+    ctx = Context(graph, config, before, linears(graph))
+    with _stage(report, "find"):
+        sites = _find(ctx)
+    with _stage(report, "check"):
+        for site in sites:
+            _check(ctx, site)
+        _settle(sites)
+        policy.decide(ctx, sites)
+    report.decisions = [_decision(site, config.tp_size) for site in sites]
+    report.nearest = "" if sites else _nearest(ctx)
+    report.plan = _plan(config, sites)
+    _enforce_strict(config, report)
+    chosen = [site for site in sites if site.reason is None]
+    with _stage(report, "rewrite"):
+        _rewrite(ctx, chosen, report)
+    with _stage(report, "verify"):
+        if chosen:
+            _verify(graph, config.tp_size, inputs, before)
+        graph.lint()
+    return report
+
+
+@contextmanager
+def _stage(report: Report, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[name] = time.perf_counter() - start
+
+
+def _modules(config: SPConfig) -> dict[str, Any]:
+    return patterns(config.patterns)
+
+
+def _find(ctx: Context) -> list[Site]:
+    number_nodes(ctx.graph)
+    found = [site for module in _modules(ctx.config).values() for site in module.find(ctx)]
+    return sorted(found, key=lambda site: site.nodes[-1].meta["sp_index"])
+
+
+def _check(ctx: Context, site: Site) -> None:
+    if site.reason is None:
+        site.reason = _modules(ctx.config)[site.pattern].check(ctx, site)
+
+
+def _settle(sites: list[Site]) -> None:
+    """Skip what cannot be applied together, until nothing changes.
+
+    Two sites may share a weight if they cut it alike; a weight with any other use, or two
+    layouts, stays whole. A linear belongs to one site only, the first.
+    """
+    taken: dict[fx.Node, Site] = {}
+    for site in sites:
+        if site.reason is not None:
+            continue
+        other = next((taken[n] for n in site.nodes if n in taken), None)
+        if other is not None:
+            site.reason = f"overlaps with the site {other.name}, which is rewritten"
+            continue
+        taken.update(dict.fromkeys(site.nodes, site))
+    while True:
+        live = [site for site in sites if site.reason is None]
+        layouts: dict[fx.Node, set[ShardLayout]] = {}
+        for site in live:
+            for weight, layout in site.shards.items():
+                layouts.setdefault(weight, set()).add(layout)
+        results = {node for site in live for node in site.nodes}
+        for site in live:
+            site.reason = next(
+                (r for w in site.shards if (r := _weight_conflict(w, layouts[w], results))), None
+            )
+        if all(site.reason is None for site in live):
+            return
+
+
+def _weight_conflict(
+    weight: fx.Node, layouts: set[ShardLayout], results: set[fx.Node]
+) -> str | None:
+    name = params.fqn(weight)
+    if len(layouts) > 1:
+        ways = " and ".join(sorted(map(str, layouts)))
+        return f"{name} is wanted in two layouts, {ways}, and stays whole"
+    for user in _users(weight):
+        if user.op == "output":
+            return f"the weight {name} is an output of the graph"
+        if user not in results:
+            return f"the weight {name} is used elsewhere, by {user.name}"
+    return None
+
+
+def _users(weight: fx.Node) -> Iterator[fx.Node]:
+    """What uses a weight, seen through transposes and the like."""
+    for user in weight.users:
+        if user.target in (
+            torch.ops.aten.permute.default,
+            torch.ops.aten.unsqueeze.default,
+            torch.ops.aten.expand.default,
+            torch.ops.aten.reshape.default,
+            torch.ops.aten.t.default,
+        ):
+            yield from _users(user)
+        elif user.target is torch.ops.higher_order.auto_functionalized:
+            yield from user.users
+        else:
+            yield user
+
+
+def _decision(site: Site, tp_size: int) -> Decision:
+    applied = site.reason is None
+    return Decision(
+        pattern=site.pattern,
+        name=site.name,
+        applied=applied,
+        reason=site.reason or "",
+        weights=tuple(params.fqn(w) for w in (site.shards if applied else site.weights)),
+        bytes_saved_per_rank=site.bytes_saved(tp_size) if applied else 0,
+        collectives_added=site.collectives_added if applied else {},
+        collectives_removed=site.collectives_removed if applied else {},
+    )
+
+
+def _plan(config: SPConfig, sites: list[Site]) -> str:
+    """Digest of what was decided and why; equal on ranks that decided alike."""
+    rows = [
+        [site.pattern, site.reason or "", [[str(cut), *shape(w)] for w, cut in site.shards.items()]]
+        for site in sites
+    ]
+    text = json.dumps([config.digest(), rows])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _nearest(ctx: Context) -> str:
+    """Why a graph has no site, as one clause."""
+    if not any(params.is_weight(n) for n in ctx.graph.nodes):
+        return "no input of the graph is known to be a weight"
+    if not ctx.linears:
+        return "no linear layer with a weight of the graph was recognised"
+    return (
+        f"{len(ctx.linears)} linear layers, but none feeds another through a feature-local region"
+    )
+
+
+def _enforce_strict(config: SPConfig, report: Report) -> None:
+    if not config.strict:
+        return
+    if report.skipped:
+        first = report.skipped[0]
+        more = f" (and {len(report.skipped) - 1} more)" if len(report.skipped) > 1 else ""
+        raise SPError(f"strict: {first.pattern} at {first.name} is skipped: {first.reason}{more}")
+    if not report.decisions:
+        raise SPError(f"strict: no site found; {report.nearest}")
+
+
+def _rewrite(ctx: Context, chosen: list[Site], report: Report) -> None:
+    graph, config = ctx.graph, ctx.config
+    shards = {w: layout for site in chosen for w, layout in site.shards.items()}
+    if shards:
+        ctx.ready = _insert_prepare(graph, config, shards, report.plan)
+    elif config.group is not None and ctx.linears:
+        _insert_agree(graph, config, report.plan)
+    for site in chosen:
+        _modules(config)[site.pattern].rewrite(ctx, site)
+    graph.eliminate_dead_code()
+
+
+def _insert_prepare(
+    graph: fx.Graph, config: SPConfig, shards: dict[fx.Node, ShardLayout], plan: str
+) -> fx.Node:
+    """One ``prepare`` for all weights of the graph, before everything that uses them."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        anchor = graph.call_function(torch.ops.sp_passes.prepare.default)
+    for weight in shards:
+        if weight.op == "get_attr":
+            anchor.prepend(weight)
+    anchor.args = (
+        list(shards),
+        [str(layout) for layout in shards.values()],
+        [params.fqn(w) for w in shards],
+        plan,
+        config.release_weights,
+        config.group_name,
+        config.tp_size,
+    )
+    return set_value(anchor, fake_mode(graph))
+
+
+def _insert_agree(graph: fx.Graph, config: SPConfig, plan: str) -> None:
+    """Nothing is rewritten here, but another rank may think otherwise: compare."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        node = graph.call_function(
+            torch.ops.sp_passes.agree.default, ([], plan, config.group_name, config.tp_size)
+        )
+    node.meta["val"] = None
+
+
+def _verify(
+    graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States
+) -> None:
+    """Every value that is still there, and every output, must live where it lived."""
+    after = propagate(graph, tp_size, inputs)
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        new, old = _flat(after[node]), _flat(before.get(node, after[node]))
+        unknown = next((s for s in new if s.placement is None), None)
+        if node not in before and unknown is not None:
+            raise PlacementError(f"the rewrite made a value that is {unknown}; {_BUG}")
+        if not _same(old, new):
+            raise PlacementError(
+                f"after the rewrite {node.name} is {_text(new)}, before it was {_text(old)}; {_BUG}"
+            )
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    old, new = _flat(before[output]), _flat(after[output])
+    if not _same(old, new):
+        raise PlacementError(
+            f"after the rewrite the graph's outputs are {_text(new)}, before they were "
+            f"{_text(old)}; {_BUG}"
+        )
+
+
+_BUG = "this is a fault of the pattern, not of the model: please report the graph"
+
+
+def _flat(state: Any) -> tuple[State, ...]:
+    return state if isinstance(state, tuple) else (state,)
+
+
+def _same(old: tuple[State, ...], new: tuple[State, ...]) -> bool:
+    return [(s.placement, s.segments) for s in old] == [(s.placement, s.segments) for s in new]
+
+
+def _text(states: tuple[State, ...]) -> str:
+    return ", ".join(map(str, states))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks compare before anything is rewritten for good.
+
+Two questions, each one small all-gather over the tensor-parallel group: did every rank
+decide the same (``agree``), and does every rank hold the same weights (``prove``). Both
+raise on every rank together, because every rank sees every answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _private
+from .errors import ReplicationError, SPError
+
+log = logging.getLogger("sp_passes")
+
+_CHUNK = 1 << 20
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+_ODD = 0xBF58476D1CE4E5B9 - (1 << 64)
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """64-bit hash of a tensor's shape, dtype and bytes, as an int64 scalar on its device.
+
+    The sum of the elements' bit patterns, each times an odd number that depends on its
+    position, modulo 2**64: a change of one element always changes it. Works chunk by chunk, so
+    the extra memory is 32 MiB however large the tensor is (a non-contiguous tensor is
+    copied first).
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    words = flat.view(_WORDS[flat.element_size()])
+    at = torch.arange(min(_CHUNK, words.numel()), device=words.device) * _MIX
+    weights = ((at ^ (at >> 29)) * _ODD) | 1
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for index, chunk in enumerate(words.split(_CHUNK)):
+        total += (chunk.to(torch.int64) * weights[: chunk.numel()]).sum() * ((index * _MIX) | 1)
+    return total + _text_hash(f"{tensor.dtype}{list(tensor.shape)}")
+
+
+def _text_hash(text: str) -> int:
+    value = 0
+    for char in text.encode():
+        value = (value * 1099511628211 + char + 1) % (1 << 63)
+    return value
+
+
+def _device(pg: Any) -> torch.device:
+    """A device that the group's backend can send from."""
+    types = {d.type for d in pg._device_types}
+    if "cpu" in types or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def _say_when_slow(pg: Any, what: str) -> Iterator[None]:
+    """One warning line when the other ranks have not arrived after ten seconds."""
+    warn = threading.Timer(
+        10.0,
+        log.warning,
+        ("rank %d waits for the other ranks of group %s to %s", pg.rank(), pg.group_name, what),
+    )
+    warn.daemon = True
+    warn.start()
+    try:
+        yield
+    finally:
+        warn.cancel()
+
+
+def _exchange(values: torch.Tensor, pg: Any, what: str) -> list[list[int]]:
+    """Every rank's int64 ``values``, by rank; all ranks must send the same number."""
+    mine = values.to(_device(pg))
+    out = mine.new_empty((pg.size(), mine.numel()))
+    with _say_when_slow(pg, what):
+        _private.all_gather_into(out.view(-1), mine, pg)
+        return out.tolist()
+
+
+def agree(plan: str, count: int, summary: str, pg: Any) -> None:
+    """Raise on every rank unless all bring the same ``plan`` and number of weights.
+
+    Args:
+        plan: hexadecimal digest of the decisions (at most 64 bits).
+        count: weights this rank is about to shard.
+        summary: what this rank decided, for the error message.
+        pg: the tensor-parallel group.
+
+    Raises:
+        SPError: the ranks decided differently.
+    """
+    number = int(plan, 16)
+    mine = [number >> 32, number & 0xFFFFFFFF, count]
+    rows = _exchange(torch.tensor(mine, dtype=torch.int64), pg, f"reach plan {plan}")
+    if all(row == mine for row in rows):
+        return
+    texts: list[Any] = [None] * pg.size()
+    dist.all_gather_object(texts, summary, group=pg)
+    lines = [
+        f"  rank {rank}: plan {row[0]:08x}{row[1]:08x}, {row[2]} weights to shard; {text}"
+        for rank, (row, text) in enumerate(zip(rows, texts, strict=True))
+    ]
+    raise SPError(
+        "the ranks of one tensor-parallel group decided differently, so nothing was run:\n"
+        + "\n".join(lines)
+        + "\ngive every rank the same model, SPConfig and sp_passes version"
+    )
+
+
+def prove(weights: Sequence[torch.Tensor], names: Sequence[str], pg: Any) -> None:
+    """Raise on every rank unless all ranks hold bit-identical ``weights``.
+
+    Raises:
+        ReplicationError: names the first weight that differs and the ranks that hold
+            something else than the majority.
+    """
+    if not weights:
+        return
+    mine = torch.stack([fingerprint(w).to("cpu") for w in weights])
+    rows = _exchange(mine, pg, f"prove {names[0]} and {len(weights) - 1} more replicated")
+    bad: list[str] = []
+    for index, name in enumerate(names):
+        column = [row[index] for row in rows]
+        common, _ = Counter(column).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(column) if value != common]
+        if odd:
+            bad.append(f"{name} (rank {', '.join(map(str, odd))} differs)")
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise ReplicationError(
+            f"weight {bad[0]}{more} is not the same on every rank of group {pg.group_name}: it "
+            "cannot be sharded as a replicated weight, and nothing was freed. If it is already "
+            "one rank's part, say so with sp_passes.declare_placement(parameter, Shard(dim)); "
+            "if it should be replicated, load the same checkpoint on every rank"
+        )

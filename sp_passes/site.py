@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A place in a graph that a pattern matches, and what patterns may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from .config import SPConfig
+from .graph import params
+from .graph.linears import Linear
+from .graph.values import nbytes
+from .layout import ShardLayout
+from .placement import State
+
+
+@dataclass
+class Site:
+    """One match.
+
+    Attributes:
+        pattern: name of the pattern.
+        nodes: the results that the rewrite replaces; no two applied sites share one.
+        match: what the pattern found, for its own ``check`` and ``rewrite``.
+        shards: the weights that the rewrite shards and how, once it is known.
+        reason: why the site is skipped, or None.
+        collectives_added, collectives_removed: by kind.
+        moved: values whose rows the added collectives carry.
+    """
+
+    pattern: str
+    nodes: tuple[fx.Node, ...]
+    match: Any
+    weights: tuple[fx.Node, ...]
+    shards: dict[fx.Node, ShardLayout] = field(default_factory=dict)
+    reason: str | None = None
+    collectives_added: dict[str, int] = field(default_factory=dict)
+    collectives_removed: dict[str, int] = field(default_factory=dict)
+    moved: tuple[fx.Node, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return params.common_name([params.fqn(w) for w in self.weights])
+
+    def bytes_saved(self, tp_size: int) -> int:
+        """Bytes of this site's weights that one rank gives up."""
+        return sum(nbytes(w) // tp_size * (tp_size - 1) for w in self.shards)
+
+
+@dataclass
+class Context:
+    """What a pattern sees of the graph.
+
+    Attributes:
+        graph: the canonical graph.
+        config: the options.
+        states: placement of every node before the rewrite.
+        linears: every linear by its result, in graph order.
+        ready: node of ``sp_passes::prepare`` that the emitted ops wait for.
+    """
+
+    graph: fx.Graph
+    config: SPConfig
+    states: Mapping[fx.Node, State | tuple[State, ...]]
+    linears: dict[fx.Node, Linear]
+    ready: fx.Node | None = None
+
+    @property
+    def tp_size(self) -> int:
+        assert self.config.tp_size is not None
+        return self.config.tp_size
+
+    def state(self, node: fx.Node) -> State:
+        """Placement of a tensor-valued node."""
+        found = self.states[node]
+        return found if isinstance(found, State) else State(None, None, f"{node.name} is a tuple")
+
+
+class Pattern(Protocol):
+    """A file in ``patterns/``: the module itself has these three functions."""
+
+    __name__: str
+
+    def find(self, ctx: Context) -> Iterator[Site]:
+        """Yield matches in graph order; a match may already carry a reason."""
+
+    def check(self, ctx: Context, site: Site) -> str | None:
+        """Why the site cannot be rewritten, or None; fills ``site.shards``."""
+
+    def rewrite(self, ctx: Context, site: Site) -> None:
+        """Replace the site's nodes."""
