@@ -66,8 +66,9 @@ def find(ctx: Context) -> Iterator[Site]:
             continue
         weights = tuple(dict.fromkeys(w for f in firsts for w in _weights(f)))
         nodes = (*(f.node for f in firsts), second.node)
-        match = Match(second, firsts, region)
-        yield Site(NAME, nodes, match, (*weights, second.weight), reason=reason)
+        site = Site(NAME, nodes, Match(second, firsts, region), (*weights, second.weight))
+        site.reason = reason and (_already_sharded(ctx, site) or reason)
+        yield site
 
 
 def _weights(first: Linear) -> list[fx.Node]:
@@ -116,14 +117,14 @@ def check(ctx: Context, site: Site) -> str | None:
     region, tp_size = match.region, ctx.tp_size
     assert region is not None
     if tp_size == 1:
-        return "tp_size is 1: there is nothing to shard"
+        return "one rank: there is nothing to shard at tp_size 1"
     for why in (
         _already_sharded(ctx, site),
         _tokens(ctx, match),
         _escape(ctx, region),
         _dtypes(match),
         _biases(match),
-        _row_inputs(ctx, match),
+        _inputs(ctx, match, region),
     ):
         if why is not None:
             return why
@@ -159,7 +160,7 @@ def _tokens(ctx: Context, match: Match) -> str | None:
     for first in match.firsts:
         state = ctx.state(first.x)
         if state.placement is None:
-            return f"tokens not known to be sharded: {state.reason}"
+            return f"tokens unknown: {state.reason}"
         if state.placement != S0:
             return f"tokens not sharded: {first.x.name} is {state.placement}, needs {S0}"
     return None
@@ -170,7 +171,7 @@ def _escape(ctx: Context, region: Region) -> str | None:
     if found is None:
         return None
     node, user = found
-    return f"a value inside is used elsewhere: {node.name} by {user.name}"
+    return f"used elsewhere: {node.name}, between the linears, by {user.name}"
 
 
 def _dtypes(match: Match) -> str | None:
@@ -187,9 +188,12 @@ def _dtypes(match: Match) -> str | None:
 def _biases(match: Match) -> str | None:
     for first in match.firsts:
         if first.addend is not None:
-            return f"{first.addend.name} of full feature width is added by {first.node.name}"
+            return (
+                f"not feature-local: {first.addend.name} of full feature width is added by "
+                f"{first.node.name}"
+            )
         if first.bias is not None and not params.is_weight(first.bias):
-            return f"the bias {first.bias.name} of {first.node.name} is computed"
+            return f"bias computed: {first.bias.name} of {first.node.name} is no weight"
     return None
 
 
@@ -211,10 +215,14 @@ def _rows(match: Match) -> list[fx.Node]:
     return list(dict.fromkeys(match.region.rows))
 
 
-def _row_inputs(ctx: Context, match: Match) -> str | None:
+def _inputs(ctx: Context, match: Match, region: Region) -> str | None:
+    """Other inputs of the region: rows are sharded as the tokens are, vectors replicated."""
     for node in _rows(match):
         if ctx.state(node).placement != S0:
-            return f"the row-wise input {node.name} is {ctx.state(node).placement}, needs {S0}"
+            return f"row input: {node.name} is {ctx.state(node)}, needs {S0}"
+    for node in region.vectors:
+        if not ctx.state(node).is_replicate:
+            return f"feature input: {node.name} is {ctx.state(node)}, needs Replicate()"
     return None
 
 

@@ -110,7 +110,7 @@ def _settle(sites: list[Site]) -> None:
             continue
         other = next((taken[n] for n in site.nodes if n in taken), None)
         if other is not None:
-            site.reason = f"overlaps with the site {other.name}, which is rewritten"
+            site.reason = f"overlap: a linear belongs to {other.name}, which is rewritten"
             continue
         taken.update(dict.fromkeys(site.nodes, site))
     while True:
@@ -134,12 +134,12 @@ def _weight_conflict(
     name = params.fqn(weight)
     if len(layouts) > 1:
         ways = " and ".join(sorted(map(str, layouts)))
-        return f"{name} is wanted in two layouts, {ways}, and stays whole"
+        return f"two layouts: {name} is wanted as {ways} and stays whole"
     for user in _users(weight):
         if user.op == "output":
-            return f"the weight {name} is an output of the graph"
+            return f"weight returned: {name} is an output of the graph"
         if user not in results:
-            return f"the weight {name} is used elsewhere, by {user.name}"
+            return f"weight used elsewhere: {name} by {user.name}"
     return None
 
 

@@ -127,7 +127,7 @@ def decide(ctx: Context, sites: list[Site]) -> None:
         replicated, sharded = (sum(t) for t in zip(*times, strict=True))
         if sharded >= replicated:
             site.reason = (
-                f"replicated is faster for {low} to {high} tokens: estimated crossover at "
+                f"slower: replicated wins for {low} to {high} tokens: estimated crossover at "
                 f"{crossover(work, ctx.tp_size, hw)} tokens"
             )
 

@@ -333,7 +333,7 @@ def test_no_guard_is_added() -> None:
 
 # --- declared and unknown ops -----------------------------------------------------------
 
-LIB = torch.library.Library("placement_test", "DEF")  # noqa: TOR901
+LIB = torch.library.Library("placement_test", "DEF")
 LIB.define("mix(Tensor x, Tensor w) -> Tensor")
 LIB.define("rows(Tensor x, Tensor w) -> (Tensor, Tensor)")
 LIB.define("heads(Tensor q, Tensor[] kv, Tensor? scale) -> Tensor")

@@ -34,7 +34,7 @@ class Cut:
         self.tp_size = tp_size
         width = region.second.in_features
         if width % tp_size:
-            raise NotLocal(f"not divisible: width {width} by tp_size {tp_size}")
+            raise NotLocal(f"width {width} by tp_size {tp_size}", "not divisible")
         self.block = width // tp_size
         self._axes: dict[fx.Node, tuple[int, np.ndarray]] = {}
         for node, lanes in [*region.lanes.items(), *region.vectors.items()]:
@@ -44,7 +44,7 @@ class Cut:
     def _axis(self, node: fx.Node, lanes: Lanes) -> tuple[int, np.ndarray]:
         """The feature dimension along which ranks differ, and each index's rank."""
         if (lanes < 0).any():
-            raise NotLocal(f"some features of {node.name} are never used")
+            raise NotLocal(f"some features of {node.name} are never used", "features unused")
         owner = lanes // self.block
         for axis in range(owner.ndim):
             first = np.moveaxis(owner, axis, 0).reshape(owner.shape[axis], -1)
@@ -54,8 +54,9 @@ class Cut:
                 if (counts == counts[0]).all():
                     return axis, ranks
         raise NotLocal(
-            f"not divisible: the features {list(lanes.shape)} of {node.name} cannot be cut into "
-            f"{self.tp_size} equal parts along one dimension"
+            f"the features {list(lanes.shape)} of {node.name} cannot be cut into {self.tp_size} "
+            "equal parts along one dimension",
+            "not divisible",
         )
 
     def layout(self, node: fx.Node, dim: int) -> ShardLayout:

@@ -32,7 +32,10 @@ _LIMIT = 256
 
 
 class NotLocal(Exception):
-    """Why a region cannot be cut by features: the reason a user reads."""
+    """Why a region cannot be cut by features: the reason a user reads, ``kind: detail``."""
+
+    def __init__(self, detail: str, kind: str = "not feature-local") -> None:
+        super().__init__(f"{kind}: {detail}")
 
 
 @dataclass
@@ -132,7 +135,8 @@ def _add_first(region: Region, linear: Linear, lanes: Lanes) -> None:
         unused = int((lanes == _UNKNOWN).sum())
         raise NotLocal(
             f"{unused} of the {len(lanes)} features of {params.fqn(linear.weight)} do not reach "
-            f"{region.second.node.name}"
+            f"{region.second.node.name}",
+            "features unused",
         )
     region.firsts.append(linear)
 
@@ -152,10 +156,11 @@ def _rule(node: fx.Node) -> Rule:
         return RULES[target]
     tags = getattr(target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags or "rand" in str(target):
-        raise NotLocal(f"randomness in the region: {target} ({node.name})")
-    if torch.Tag.pointwise in tags:
+        raise NotLocal(f"{target} ({node.name}) draws random numbers", "randomness")
+    schema = getattr(target, "_schema", None)
+    if torch.Tag.pointwise in tags and schema is not None and not schema.is_mutable:
         return _pointwise
-    raise NotLocal(f"region not feature-local: {target} ({node.name}) may mix features")
+    raise NotLocal(f"{target} ({node.name}) may mix features")
 
 
 def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
@@ -198,6 +203,9 @@ def _through_expand(operand: fx.Node, node: fx.Node, lanes: Lanes) -> fx.Node:
 def _add_vector(region: Region, operand: fx.Node, lanes: Lanes, ndim: int) -> None:
     if ndim != lanes.ndim:
         raise NotLocal(f"{operand.name} covers only some of the feature dimensions")
+    known = region.vectors.get(operand)
+    if known is not None and not np.array_equal(known, lanes):
+        raise NotLocal(f"{operand.name} is used for two sets of features")
     region.vectors[operand] = lanes
 
 

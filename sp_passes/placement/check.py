@@ -147,8 +147,8 @@ def input_states(
 
 
 def _names(node: fx.Node) -> list[str]:
-    target = str(node.target)
-    return list(dict.fromkeys([target, node.name, target.replace(".", "_")]))
+    known = [params.fqn(node), str(node.target)]
+    return list(dict.fromkeys([*known, node.name, *(n.replace(".", "_") for n in known)]))
 
 
 def _is_param(node: fx.Node) -> bool:
