@@ -242,7 +242,9 @@ def rewrite(ctx: Context, site: Site) -> None:
             made[node] = _emit(ctx, ops.all_gather.default, (node, *_group(ctx)), node)
         for node in match.region.vectors:
             layout = match.cut.layout(node, match.cut.dim(node))
-            made[node] = _emit(ctx, ops.local_shard.default, (node, str(layout), *_group(ctx)), node)
+            made[node] = _emit(
+                ctx, ops.local_shard.default, (node, str(layout), *_group(ctx)), node
+            )
         local = match.cut.rebuild(graph, made)
         layout = site.shards[second.weight]
         result = _emit(
@@ -268,10 +270,7 @@ def _gather_products(ctx: Context, site: Site, firsts: list[Linear]) -> dict[fx.
         *_group(ctx),
     )
     call = _emit(ctx, ops.ag_gemm.default, args, firsts[0].node, kernel=True)
-    return {
-        f.node: _emit(ctx, operator.getitem, (call, i), f.node)
-        for i, f in enumerate(firsts)
-    }
+    return {f.node: _emit(ctx, operator.getitem, (call, i), f.node) for i, f in enumerate(firsts)}
 
 
 def _group(ctx: Context) -> tuple[str, int]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shard the weights that sequence-parallel serving keeps whole on every rank.
 
-    compile, trace, rewrite, check, SequenceParallelPass   the pass, by several doors
-    SPConfig, Report                                       options in, decisions out
-    unshard, load_full_state_dict, resident_bytes          the weights afterwards
+compile, trace, rewrite, check, SequenceParallelPass   the pass, by several doors
+SPConfig, Report                                       options in, decisions out
+unshard, load_full_state_dict, resident_bytes          the weights afterwards
 """
 
 from __future__ import annotations

@@ -189,9 +189,7 @@ class Backend:
     def _inputs(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Input]:
         given = dict(self.placements)
         out = []
-        for node, value in zip(
-            gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True
-        ):
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
             name = params.fqn_of_source(_private.source_name(node))
             weight = _is_weight(node, value)
             declared = declared_placement(value) if isinstance(value, torch.Tensor) else None

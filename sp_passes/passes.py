@@ -250,9 +250,7 @@ def _insert_agree(graph: fx.Graph, config: SPConfig, plan: str) -> None:
     node.meta["val"] = None
 
 
-def _verify(
-    graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States
-) -> None:
+def _verify(graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States) -> None:
     """Every value that is still there, and every output, must live where it lived."""
     after = propagate(graph, tp_size, inputs)
     for node in graph.nodes:

@@ -171,7 +171,8 @@ class Report:
                 if d.applied
                 else d.reason
             )
-            lines.append(f"  {'applied' if d.applied else 'skipped'}  {d.pattern}  {d.name}: {what}")
+            verb = "applied" if d.applied else "skipped"
+            lines.append(f"  {verb}  {d.pattern}  {d.name}: {what}")
         return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _private
@@ -55,7 +54,7 @@ Watcher = Callable[[str, Sequence[Tensor], Sequence[str]], None]
 
 
 def _key(weight: Tensor) -> tuple[int, int]:
-    return _private.storage_key(weight), weight.storage_offset()
+    return _private.storage_key(weight), int(weight.storage_offset())
 
 
 @contextmanager
@@ -322,7 +321,7 @@ def guard_module(module: nn.Module) -> None:
     """
     for name, child in module.named_modules():
         if child._parameters and not getattr(child, "_sp_passes_guarded", False):
-            child._sp_passes_guarded = True  # type: ignore[assignment]
+            child._sp_passes_guarded = True
             child.register_state_dict_pre_hook(_refuse("state_dict()", name))
             child.register_forward_pre_hook(_refuse_eager(name))
 

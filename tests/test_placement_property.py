@@ -151,13 +151,21 @@ def compare(gm: fx.GraphModule, given_states: list[State], tp: int) -> None:
 
 # --- random programs --------------------------------------------------------------------
 
+
+def matrices(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A product without vectors, whose traces reshape in place."""
+    if min(x.ndim, y.ndim) < 2:
+        raise ValueError("a vector")
+    return torch.matmul(x, y)
+
+
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 UNARY = [
     torch.neg, torch.tanh, torch.relu, torch.nn.functional.silu, lambda x: x * 2, lambda x: x + 1,
     lambda x: x.clone(), lambda x: x.t() if x.ndim == 2 else x.transpose(0, -1),
     lambda x: x.unsqueeze(0), lambda x: x.unsqueeze(-1), lambda x: x.squeeze(),
 ]  # fmt: skip
-BINARY = [torch.add, torch.sub, torch.mul, torch.matmul, lambda x, y: aten.linear(x, y),
+BINARY = [torch.add, torch.sub, torch.mul, matrices, lambda x, y: matrices(x, y.t()),
           lambda x, y: x / (y.abs() + 1), lambda x, y: torch.where(x > 0, x, y)]  # fmt: skip
 ALONG = [
     lambda x, d: x.sum(d), lambda x, d: x.sum(d, keepdim=True), lambda x, d: x.mean(d, True),

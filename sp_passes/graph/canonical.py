@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .values import copy_origin, dtype, is_tensor, shape, static, value
+from .values import args, copy_origin, dtype, is_tensor, shape, static, value
 
 aten = torch.ops.aten
 _END = 2**62
@@ -60,10 +60,10 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
                 _erase_unused(graph, source)
 
 
-def _call(graph: fx.Graph, old: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """``target(*args)`` before ``old``, with ``old``'s value: the same values, respelled."""
+def _call(graph: fx.Graph, old: fx.Node, target: Any, inputs: tuple[Any, ...]) -> fx.Node:
+    """``target(*inputs)`` before ``old``, with ``old``'s value: the same values, respelled."""
     with graph.inserting_before(old):
-        new = graph.call_function(target, args)
+        new = graph.call_function(target, inputs)
     copy_origin(new, old)
     new.meta["val"] = value(old)
     return new
@@ -77,7 +77,7 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    source = node.args[0]
+    source = args(node)[0]
     if not is_tensor(node) or not is_tensor(source):
         return None
     ndim = len(shape(node))
@@ -85,67 +85,67 @@ def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         order = list(range(ndim))[::-1]
     elif node.target is aten.transpose.int:
         order = list(range(ndim))
-        a, b = node.args[1] % ndim, node.args[2] % ndim
+        a, b = args(node)[1] % ndim, args(node)[2] % ndim
         order[a], order[b] = order[b], order[a]
     else:
-        order = [d % ndim for d in node.args[1]]
+        order = [d % ndim for d in args(node)[1]]
     if source.target is aten.permute.default:
-        inner = [d % ndim for d in source.args[1]]
-        source, order = source.args[0], [inner[d] for d in order]
+        inner = [d % ndim for d in args(source)[1]]
+        source, order = args(source)[0], [inner[d] for d in order]
     if order == list(range(ndim)):
         return source
-    if node.target is aten.permute.default and source is node.args[0]:
+    if node.target is aten.permute.default and source is args(node)[0]:
         return None
     return _call(graph, node, aten.permute.default, (source, order))
 
 
 def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    source = node.args[0]
+    source = args(node)[0]
     if not is_tensor(node) or not is_tensor(source):
         return None
     while source.target is aten.reshape.default:
-        source = source.args[0]
+        source = args(source)[0]
     if same_shape(node, source):
         return source
-    if node.target is aten.reshape.default and source is node.args[0]:
+    if node.target is aten.reshape.default and source is args(node)[0]:
         return None
-    return _call(graph, node, aten.reshape.default, (source, node.args[1]))
+    return _call(graph, node, aten.reshape.default, (source, args(node)[1]))
 
 
 def _same_as_input(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Drop a slice, expand, squeeze or alias that changes neither shape nor dtype."""
-    source = node.args[0]
+    source = args(node)[0]
     if is_tensor(node) and is_tensor(source) and same_shape(node, source):
-        if node.target is aten.slice.Tensor and (node.args[4:] or (1,))[0] != 1:
+        if node.target is aten.slice.Tensor and (args(node)[4:] or (1,))[0] != 1:
             return None
         return source if dtype(node) == dtype(source) else None
     return None
 
 
 def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    source = node.args[0]
+    source = args(node)[0]
     if is_tensor(node) and is_tensor(source) and dtype(node) == dtype(source):
         return source
     return None
 
 
 def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    parent, index = node.args
+    parent, index = args(node)
     if not isinstance(parent, fx.Node) or not isinstance(index, int):
         return None
     if parent.op != "call_function" or parent.target not in _PIECES or not is_tensor(node):
         return None
-    source = parent.args[0]
+    source = args(parent)[0]
     ndim = len(shape(source))
     dim = _dim_of(parent) % ndim
     if parent.target is aten.unbind.int:
         return _call(graph, node, aten.select.int, (source, dim, index))
-    sizes = [static(v.shape[dim]) for v in value(parent)]
-    if any(size is None for size in sizes):
+    sizes = [size for v in value(parent) if (size := static(v.shape[dim])) is not None]
+    if len(sizes) != len(value(parent)):
         return None
     index %= len(sizes)
-    start = sum(sizes[:index])  # type: ignore[arg-type]
-    stop = start + sizes[index]  # type: ignore[operator]
+    start = sum(sizes[:index])
+    stop = start + sizes[index]
     if start == 0 and stop == static(shape(source)[dim]):
         return source
     return _call(graph, node, aten.slice.Tensor, (source, dim, start, stop))
@@ -153,7 +153,8 @@ def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _dim_of(node: fx.Node) -> int:
     at = 1 if node.target is aten.unbind.int else 2
-    return node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)  # type: ignore
+    dim: Any = args(node)[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+    return dim
 
 
 _PIECES = {

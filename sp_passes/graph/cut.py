@@ -17,7 +17,7 @@ from torch import fx
 
 from ..layout import ShardLayout
 from .region import Lanes, NotLocal, Region, cat_dim, slice_of
-from .values import copy_origin, fake_mode, set_value, shape
+from .values import args, copy_origin, fake_mode, set_value, shape
 
 aten = torch.ops.aten
 
@@ -103,18 +103,18 @@ class Cut:
         made = dict(made)
         mode = fake_mode(graph)
         for node in self.region.nodes:
-            args, kwargs = self._args[node]
+            inputs, options = self._args[node]
             swap: Callable[[fx.Node], fx.Node] = lambda n: made.get(n, n)  # noqa: E731
-            args, kwargs = fx.map_arg((args, kwargs), swap)
+            inputs, options = fx.map_arg((inputs, options), swap)
             assert callable(node.target)
-            new = graph.call_function(node.target, args, kwargs)
+            new = graph.call_function(node.target, inputs, options)
             copy_origin(new, node)
             made[node] = set_value(new, mode)
         return made[self.region.second.x]
 
     def slice_args(self, node: fx.Node) -> tuple[Any, ...]:
         """The slice, in the coordinates of one rank's part of its input."""
-        source = node.args[0]
+        source = args(node)[0]
         assert isinstance(source, fx.Node)
         dim, window = slice_of(node)
         axis, ranks = self._axes[source]
@@ -132,12 +132,12 @@ class Cut:
 
 def _as_is(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pointwise and the like: the same arguments; an expanded operand becomes its source."""
-    strip = lambda n: n.args[0] if n.target is aten.expand.default else n  # noqa: E731
-    return fx.map_arg((node.args, dict(node.kwargs)), strip)
+    strip = lambda n: args(n)[0] if n.target is aten.expand.default else n  # noqa: E731
+    return fx.map_arg((args(node), dict(node.kwargs)), strip)
 
 
 def _reshape(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    source, target = node.args[:2]
+    source, target = args(node)[:2]
     assert isinstance(target, (list, tuple))
     features = cut.local_sizes(node)
     rows = list(target[: len(target) - len(features)])
@@ -149,25 +149,25 @@ def _slice(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _select(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    source, dim = node.args[:2]
+    source, dim = args(node)[:2]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
     ndim = len(shape(source))
     axis, _ = cut._axes[source]
     if dim % ndim - (ndim - cut.region.lanes[source].ndim) == axis:
         raise NotLocal(f"{node.name} selects a feature that only one rank has")
-    return node.args, {}
+    return args(node), {}
 
 
 def _cat(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    axes = {cut._axes[part][0] for part in node.args[0]}  # type: ignore[union-attr,index]
+    axes = {cut._axes[part][0] for part in args(node)[0]}
     if len(axes) != 1 or cut._axes[node][0] not in axes:
         raise NotLocal(f"{node.name} joins parts that are cut along different dimensions")
-    return (node.args[0], cat_dim(node)), {}
+    return (args(node)[0], cat_dim(node)), {}
 
 
 def _full(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A constant broadcasts, so that it needs neither rows nor width."""
-    return ([1] * len(shape(node)), node.args[1]), dict(node.kwargs)
+    return ([1] * len(shape(node)), args(node)[1]), dict(node.kwargs)
 
 
 REBUILD: dict[Any, Callable[[Cut, fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]] = {

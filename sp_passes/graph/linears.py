@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from . import params
-from .values import is_tensor, shape
+from .values import args, is_tensor, shape
 
 aten = torch.ops.aten
 
@@ -65,7 +65,7 @@ class Linear:
 
 Adapter = Callable[[fx.Node], "Linear | None"]
 _ADAPTERS: dict[Any, Adapter] = {}
-_VENDOR: dict[Any, Callable[[fx.Node, fx.Node], "Linear | None"]] = {}
+_VENDOR: dict[Any, Callable[[fx.Node, fx.Node], Linear | None]] = {}
 
 
 def register_linear(op: Any, adapter: Adapter) -> None:
@@ -85,13 +85,13 @@ def register_vendor_linear(
     """
 
     def adapter(call: fx.Node, result: fx.Node) -> Linear | None:
-        held = {**call.kwargs}
+        held: dict[str, Any] = {**call.kwargs}
         found = weight_of(held.get(weight), out_first)
         source = held.get(x)
         if found is None or not isinstance(source, fx.Node):
             return None
         vector = held.get(bias) if bias else None
-        return Linear(result, source, *found, vector)  # type: ignore[arg-type]
+        return Linear(result, source, *found, vector)
 
     _VENDOR[op] = adapter
 
@@ -131,7 +131,7 @@ def weight_of(operand: Any, out_first: bool) -> tuple[fx.Node, bool] | None:
         if flips is None:
             return None
         out_first ^= flips
-        operand = operand.args[0]
+        operand = args(operand)[0]
     if not isinstance(operand, fx.Node) or not params.is_weight(operand):
         return None
     return (operand, out_first) if is_tensor(operand) and len(shape(operand)) == 2 else None
@@ -140,14 +140,14 @@ def weight_of(operand: Any, out_first: bool) -> tuple[fx.Node, bool] | None:
 def _flip(node: fx.Node) -> bool | None:
     """True for a transpose of the last two dimensions, None for another permutation."""
     ndim = len(shape(node))
-    order = [d % ndim for d in node.args[1]]  # type: ignore[union-attr]
+    order = [d % ndim for d in args(node)[1]]
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     return True if order == swapped else None
 
 
 def _adds_leading(node: fx.Node) -> bool | None:
     """False (no flip) where only leading dimensions are added, dropped or broadcast."""
-    source = node.args[0]
+    source = args(node)[0]
     if not is_tensor(source) or not is_tensor(node):
         return None
     return False if shape(node)[-2:] == shape(source)[-2:] else None
@@ -164,36 +164,36 @@ _CHAIN: dict[Any, Callable[[fx.Node], bool | None]] = {
 
 
 def _mm(node: fx.Node) -> Linear | None:
-    x, matrix = node.args[:2]
+    x, matrix = args(node)[:2]
     found = weight_of(matrix, out_first=False)
-    return Linear(node, x, *found) if found and is_tensor(x) else None  # type: ignore[arg-type]
+    return Linear(node, x, *found) if found and is_tensor(x) else None
 
 
 def _addmm(node: fx.Node) -> Linear | None:
-    first, x, matrix = node.args[:3]
+    first, x, matrix = args(node)[:3]
     found = weight_of(matrix, out_first=False)
     if found is None or any(node.kwargs.get(k, 1) != 1 for k in ("beta", "alpha")):
         return None
     if not is_tensor(x) or not is_tensor(first):
         return None
-    if len(shape(first)) == 1:  # type: ignore[arg-type]
-        return Linear(node, x, *found, bias=first)  # type: ignore[arg-type]
-    return Linear(node, x, *found, addend=first)  # type: ignore[arg-type]
+    if len(shape(first)) == 1:
+        return Linear(node, x, *found, bias=first)
+    return Linear(node, x, *found, addend=first)
 
 
 def _linear(node: fx.Node) -> Linear | None:
-    x, matrix, *rest = node.args
+    x, matrix, *rest = args(node)
     found = weight_of(matrix, out_first=True)
-    bias = rest[0] if rest else node.kwargs.get("bias")
-    return Linear(node, x, *found, bias=bias) if found else None  # type: ignore[arg-type]
+    bias: Any = rest[0] if rest else node.kwargs.get("bias")
+    return Linear(node, x, *found, bias=bias) if found else None
 
 
 def _vendor_result(node: fx.Node) -> Linear | None:
-    call = node.args[0]
+    call = args(node)[0]
     if not isinstance(call, fx.Node) or call.target is not _AUTO_FUNCTIONALIZED:
         return None
-    adapter = _VENDOR.get(call.args[0])
-    return adapter(call, node) if adapter and node.args[1] == 1 else None
+    adapter = _VENDOR.get(args(call)[0])
+    return adapter(call, node) if adapter and args(node)[1] == 1 else None
 
 
 _AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized

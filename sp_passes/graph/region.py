@@ -23,7 +23,7 @@ from torch import fx
 
 from . import params
 from .linears import Linear
-from .values import is_tensor, product, shape, static
+from .values import args, is_tensor, product, shape, static
 
 aten = torch.ops.aten
 Lanes = np.ndarray
@@ -169,7 +169,7 @@ def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
     for operand in node.all_input_nodes:
         if not is_tensor(operand):
             continue
-        if operand.target is aten.expand.default and is_tensor(operand.args[0]):
+        if operand.target is aten.expand.default and is_tensor(args(operand)[0]):
             operand = _through_expand(operand, node, lanes)
         sizes = shape(operand)
         missing = ndim - len(sizes)
@@ -192,7 +192,7 @@ def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
 
 def _through_expand(operand: fx.Node, node: fx.Node, lanes: Lanes) -> fx.Node:
     """The source of an expand, where broadcasting in the pointwise op does the same."""
-    source = operand.args[0]
+    source = args(operand)[0]
     assert isinstance(source, fx.Node)
     others = [n for n in node.all_input_nodes if n is not operand and is_tensor(n)]
     if any(shape(n) == shape(node) for n in others):
@@ -214,11 +214,11 @@ def _constant(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
 
 
 def _like(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
-    yield node.args[0], lanes  # type: ignore[misc]
+    yield args(node)[0], lanes
 
 
 def _reshape(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
-    source = node.args[0]
+    source = args(node)[0]
     assert isinstance(source, fx.Node)
     sizes = shape(source)
     for start in range(len(sizes) - 1, 0, -1):
@@ -229,7 +229,7 @@ def _reshape(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
 
 
 def _permute(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
-    source, order = node.args[0], node.args[1]
+    source, order = args(node)[0], args(node)[1]
     assert isinstance(source, fx.Node) and isinstance(order, (list, tuple))
     rows = len(order) - lanes.ndim
     if list(order[:rows]) != list(range(rows)):
@@ -239,7 +239,7 @@ def _permute(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
 
 
 def _slice(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
-    source = node.args[0]
+    source = args(node)[0]
     assert isinstance(source, fx.Node)
     at, window = slice_of(node)
     axis = at - (len(shape(source)) - lanes.ndim)
@@ -251,7 +251,7 @@ def _slice(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
 
 
 def _select(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
-    source, dim, index = node.args[:3]
+    source, dim, index = args(node)[:3]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
     ndim = len(shape(source))
     axis = dim % ndim - (ndim - lanes.ndim - 1)
@@ -264,22 +264,22 @@ def _select(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
 
 def _cat(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
     ndim = len(shape(node))
-    parts = node.args[0]
+    parts = args(node)[0]
     assert isinstance(parts, (list, tuple))
     axis = cat_dim(node) - (ndim - lanes.ndim)
     if axis < 0:
         raise NotLocal(f"{node.name} concatenates rows")
     start = 0
     for part in parts:
-        size = static(shape(part)[cat_dim(node)])  # type: ignore[arg-type]
+        size = static(shape(part)[cat_dim(node)])
         if size is None:
             raise NotLocal(f"{node.name} concatenates pieces of unknown width")
-        yield part, np.take(lanes, range(start, start + size), axis)  # type: ignore[misc]
+        yield part, np.take(lanes, range(start, start + size), axis)
         start += size
 
 
 def _unsqueeze(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
-    source, dim = node.args[:2]
+    source, dim = args(node)[:2]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
     ndim = len(shape(node))
     axis = dim % ndim - (ndim - lanes.ndim)
@@ -297,8 +297,9 @@ def _feature_sizes(node: fx.Node, ndim: int) -> tuple[int, ...]:
 
 def slice_of(node: fx.Node) -> tuple[int, slice]:
     """Dimension and window of an ``aten.slice``, normalised to its input's size."""
-    source, dim, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    given = args(node)
+    filled: list[Any] = [*given, *(0, None, None, 1)[len(given) - 1 :]]
+    source, dim, start, stop, step = filled
     dim %= len(shape(source))
     size = static(shape(source)[dim])
     ends = (start, stop, step)
@@ -308,7 +309,7 @@ def slice_of(node: fx.Node) -> tuple[int, slice]:
 
 
 def cat_dim(node: fx.Node) -> int:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = args(node)[1] if len(args(node)) > 1 else node.kwargs.get("dim", 0)
     assert isinstance(dim, int)
     return dim % len(shape(node))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import SPError
+
+
+def args(node: fx.Node) -> tuple[Any, ...]:
+    """The node's arguments; FX's own annotation of them fits no code that reads them."""
+    return node.args
 
 
 def value(node: Any) -> Any:
@@ -73,13 +79,10 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 
 def set_value(node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
     """Give a new call its fake value by running it on the values of its inputs."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    inputs, options = fx.map_arg((node.args, node.kwargs), value)
     assert callable(node.target)
-    if mode is None:
-        node.meta["val"] = node.target(*args, **kwargs)
-    else:
-        with mode:
-            node.meta["val"] = node.target(*args, **kwargs)
+    with mode or nullcontext():
+        node.meta["val"] = node.target(*inputs, **options)
     return node
 
 

@@ -49,7 +49,7 @@ _VECTORS = {
     "embed_tokens.weight": (0.0, 1.0),
 }
 # Random deep models amplify rounding, and a token near a router's boundary changes its
-# experts. With these gains (and router biases far apart) bfloat16 stays within about 2 %
+# experts. With these gains (and router biases far apart) bfloat16 stays within a few percent
 # of float32, and a 10 % error in one MLP still moves the output by about 4 %.
 _GAINS = {
     "routed_expert_down_proj.weight": 1.0,

@@ -261,7 +261,7 @@ def _inference_only(name: str) -> Any:
     return refuse
 
 
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[str, Any, Any]] = {
     "all_gather": ("(Tensor x, str group, int tp_size) -> Tensor", _all_gather, _all_gather_fake),
     "reduce_scatter": (
         "(Tensor x, str group, int tp_size) -> Tensor",

@@ -91,6 +91,9 @@ def _resolve(target: Any) -> Entry:
     return found
 
 
+_NEW_SHAPE = {f"aten::{n}_" for n in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes")}
+
+
 def _writes_first(rule: Rule) -> Rule:
     """The rule of an in-place op: the first argument must already have the result's placement."""
 
@@ -99,7 +102,8 @@ def _writes_first(rule: Rule) -> Rule:
         target = op.node.args[0]
         before = op.state(target)
         if isinstance(result, State) and isinstance(target, fx.Node):
-            if result.placement != before.placement and before.constant is None:
+            kept = result.placement == before.placement or op.name in _NEW_SHAPE
+            if not kept and before.constant is None:
                 raise RuleError(
                     f"{op.describe(target)} overwritten by a value that is {result}",
                     f"a value that is {before}",
