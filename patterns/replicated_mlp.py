@@ -239,30 +239,31 @@ def rewrite(ctx: Context, site: Site) -> None:
         for source in match.sources:
             made |= _gather_products(ctx, site, [f for f in match.firsts if f.x is source])
         for node in _rows(match):
-            made[node] = _emit(ctx, ops.all_gather.default, (node, *_group(ctx)), node)
+            made[node] = _emit(ctx, ops.all_gather.default, (ctx.now(node), *_group(ctx)), node)
         for node in match.region.vectors:
             layout = match.cut.layout(node, match.cut.dim(node))
-            made[node] = _emit(
-                ctx, ops.local_shard.default, (node, str(layout), *_group(ctx)), node
-            )
-        local = match.cut.rebuild(graph, made)
+            args = (ctx.now(node), str(layout), *_group(ctx))
+            made[node] = _emit(ctx, ops.local_shard.default, args, node)
+        local = match.cut.rebuild(graph, made, ctx.now)
         layout = site.shards[second.weight]
+        bias = None if second.bias is None else ctx.now(second.bias)
         result = _emit(
             ctx,
             ops.gemm_rs.default,
-            (local, second.weight, second.bias, str(layout), ctx.ready, *_group(ctx)),
+            (local, second.weight, bias, str(layout), ctx.ready, *_group(ctx)),
             second.node,
             kernel=True,
         )
         if second.addend is not None:
-            result = _emit(ctx, torch.ops.aten.add.Tensor, (result, second.addend), second.node)
-    second.node.replace_all_uses_with(result)
+            addend = ctx.now(second.addend)
+            result = _emit(ctx, torch.ops.aten.add.Tensor, (result, addend), second.node)
+    ctx.replace(second.node, result)
 
 
 def _gather_products(ctx: Context, site: Site, firsts: list[Linear]) -> dict[fx.Node, fx.Node]:
     """One ``ag_gemm`` for all first linears on one input."""
     args = (
-        firsts[0].x,
+        ctx.now(firsts[0].x),
         [f.weight for f in firsts],
         [f.bias for f in firsts],
         [str(site.shards[f.weight]) for f in firsts],

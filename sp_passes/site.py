@@ -60,6 +60,7 @@ class Context:
         states: placement of every node before the rewrite.
         linears: every linear by its result, in graph order.
         ready: node of ``sp_passes::prepare`` that the emitted ops wait for.
+        replaced: values that earlier rewrites replaced, by the old one.
     """
 
     graph: fx.Graph
@@ -67,6 +68,18 @@ class Context:
     states: Mapping[fx.Node, State | tuple[State, ...]]
     linears: dict[fx.Node, Linear]
     ready: fx.Node | None = None
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Give every user of ``old`` the value ``new``."""
+        old.replace_all_uses_with(new)
+        self.replaced[old] = new
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """What stands for ``node`` after the rewrites so far; matches were made before them."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
 
     @property
     def tp_size(self) -> int:

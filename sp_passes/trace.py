@@ -56,7 +56,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
             gm = make_fx(
                 torch.func.functionalize(call, remove="mutations"),
                 pre_dispatch=False,
-                _allow_non_fake_inputs=False,
+                record_stack_traces=True,
             )(fakes, *inputs.values())
         except SPError:
             raise
@@ -133,11 +133,22 @@ def _attach(gm: fx.GraphModule, module: nn.Module, weights: list[str], inputs: l
         _install(gm, name, tensor)
     first = next(iter(graph.nodes))
     for node, name in zip(placeholders[len(weights) :], inputs, strict=True):
-        node.target = name
-        if node is not first:
-            first.prepend(node)
+        with graph.inserting_before(first):
+            new = graph.placeholder(name)
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    _plain_signature(graph)
     graph.lint()
     gm.recompile()
+
+
+def _plain_signature(graph: fx.Graph) -> None:
+    """Call the graph with its tensors and get the module's own output structure back."""
+    spec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+    output = graph.find_nodes(op="output")[0]
+    output.args = (pytree.tree_unflatten(output.args[0], spec),)
+    graph.set_codegen(fx.graph.CodeGen())
 
 
 def _lookup(module: nn.Module, name: str) -> torch.Tensor:

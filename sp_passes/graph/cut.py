@@ -90,12 +90,18 @@ class Cut:
         sizes[axis] //= self.tp_size
         return sizes
 
-    def rebuild(self, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def rebuild(
+        self,
+        graph: fx.Graph,
+        made: Mapping[fx.Node, fx.Node],
+        now: Callable[[fx.Node], fx.Node],
+    ) -> fx.Node:
         """Emit the region at local width before the current insertion point.
 
         Args:
             graph: the graph, with its insertion point set.
             made: the local values of the region's inputs: first outputs, rows, vectors.
+            now: what stands for any other value that the region refers to.
 
         Returns:
             The local input of the second linear, ``[…, width / tp_size]``.
@@ -104,7 +110,7 @@ class Cut:
         mode = fake_mode(graph)
         for node in self.region.nodes:
             inputs, options = self._args[node]
-            swap: Callable[[fx.Node], fx.Node] = lambda n: made.get(n, n)  # noqa: E731
+            swap: Callable[[fx.Node], fx.Node] = lambda n: made.get(n) or now(n)  # noqa: E731
             inputs, options = fx.map_arg((inputs, options), swap)
             assert callable(node.target)
             new = graph.call_function(node.target, inputs, options)

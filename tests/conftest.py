@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: fresh compile caches, and ranks to run on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# Before torch is imported: an artifact of an earlier session must never hide a failure.
+_CACHE = tempfile.mkdtemp(prefix="sp_passes_tests_")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import ranks  # noqa: E402
+
+
+def pytest_sessionfinish() -> None:
+    ranks.stop_pool()
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture
+def on_ranks() -> Callable[..., list[Any]]:
+    """``on_ranks(job, world, *args)``: every rank's result of ``job(rank, *args)``."""
+    return ranks.run
+
+
+@pytest.fixture
+def solo() -> Iterator[Any]:
+    """A gloo group of one rank in this process."""
+    with ranks.single() as group:
+        yield group
