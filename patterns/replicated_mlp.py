@@ -26,7 +26,7 @@ from sp_passes.graph import params
 from sp_passes.graph.cut import Cut
 from sp_passes.graph.linears import Linear
 from sp_passes.graph.region import NotLocal, Region, find_region
-from sp_passes.graph.values import copy_origin, dtype, fake_mode, set_value
+from sp_passes.graph.values import copy_origin, dtype, fake_mode, set_value, shape
 from sp_passes.layout import ShardLayout
 from sp_passes.site import Context, Site
 
@@ -194,6 +194,8 @@ def _biases(match: Match) -> str | None:
             )
         if first.bias is not None and not params.is_weight(first.bias):
             return f"bias computed: {first.bias.name} of {first.node.name} is no weight"
+        if first.bias is not None and shape(first.bias) != (first.out_features,):
+            return f"bias broadcast: {params.fqn(first.bias)} of {first.node.name} is one number"
     return None
 
 
@@ -202,12 +204,21 @@ def _layouts(match: Match) -> dict[fx.Node, ShardLayout]:
     out: dict[fx.Node, ShardLayout] = {}
     for first in match.firsts:
         layout = match.cut.layout(first.node, first.out_dim)
-        out[first.weight] = layout
+        _want(out, first.weight, layout)
         if first.bias is not None:
-            out[first.bias] = ShardLayout(0, layout.segments)
+            _want(out, first.bias, ShardLayout(0, layout.segments))
     second = match.second
-    out[second.weight] = ShardLayout(second.in_dim, (second.in_features,))
+    _want(out, second.weight, ShardLayout(second.in_dim, (second.in_features,)))
+    for whole in (second.bias, second.addend):
+        if whole in out:
+            raise NotLocal(f"weight used elsewhere: {params.fqn(whole)} by {second.node.name}")
     return out
+
+
+def _want(out: dict[fx.Node, ShardLayout], weight: fx.Node, layout: ShardLayout) -> None:
+    if out.setdefault(weight, layout) != layout:
+        ways = f"{out[weight]} and {layout}"
+        raise NotLocal(f"two layouts: {params.fqn(weight)} is wanted as {ways} and stays whole")
 
 
 def _rows(match: Match) -> list[fx.Node]:
@@ -223,6 +234,9 @@ def _inputs(ctx: Context, match: Match, region: Region) -> str | None:
     for node in region.vectors:
         if not ctx.state(node).is_replicate:
             return f"feature input: {node.name} is {ctx.state(node)}, needs Replicate()"
+    for node in region.scalars:
+        if not ctx.state(node).is_replicate:
+            return f"scalar input: {node.name} is {ctx.state(node)}, needs Replicate()"
     return None
 
 

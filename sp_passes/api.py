@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ def rewrite(
 
     Raises:
         PlacementError: ``placements`` names no input.
-        SPError: strict, and a site was skipped or none was found.
+        SPError: strict, and a site's weights stay whole, or there is none; the graph is then
+            as it was.
     """
     _need(config, SPConfig)
     _need(graph_module, fx.GraphModule)
@@ -51,7 +53,13 @@ def rewrite(
         if node.target in tensors and not params.is_weight(node):
             params.mark(node, str(node.target))
     states = input_states(graph_module, placements, tokens)
-    report = passes.run(graph_module.graph, config, states)
+    backup = copy.deepcopy(graph_module.graph) if config.strict else None
+    try:
+        report = passes.run(graph_module.graph, config, states)
+    except SPError:
+        if backup is not None:
+            graph_module.graph = backup
+        raise
     weights.compiled(report.plan, str(report).partition("\n")[0])
     graph_module.recompile()
     return report

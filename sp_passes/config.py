@@ -34,7 +34,7 @@ class SPConfig:
         token_range: ``(lo, hi)`` *global* tokens that the graph serves. Given, the cost
             model decides per site; None, every legal site is rewritten.
         release_weights: free the full weight once its shard is made.
-        strict: a site that cannot be rewritten, or no site at all, is an error.
+        strict: an error where a site's weights stay whole, or there is no site at all.
         hardware: name of a hardware profile, or path of one, for the cost model.
         max_tokens: most *global* tokens of a step; sizes the workspaces of fused kernels.
 

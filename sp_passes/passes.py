@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass manager: canonicalise, find, check, decide, rewrite, verify, report."""
+"""The pass manager: canonicalise, find, check, decide, rewrite, verify, report.
+
+Patterns run in phases, by their ``ORDER``; patterns of one phase see the same graph and
+settle their claims on weights and linears together. A phase only makes what later phases
+read, so one round through them is a fixed point:
+
+    10  shard weights that are whole on every rank (replicated_mlp, latent_projection)
+    20  change where activations live (sequence_parallel, pp_send)
+    30  merge collectives with each other and with linears
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +29,7 @@ from .graph import params
 from .graph.canonical import canonicalise
 from .graph.linears import linears
 from .graph.region import number_nodes
-from .graph.values import fake_mode, set_value, shape
+from .graph.values import fake_mode, shape
 from .layout import ShardLayout
 from .patterns import patterns
 from .placement import State, propagate
@@ -52,26 +61,44 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
         canonicalise(graph)
     with _stage(report, "propagate"):
         before = propagate(graph, config.tp_size, inputs)
-    ctx = Context(graph, config, before, linears(graph))
-    with _stage(report, "find"):
-        sites = _find(ctx)
-    with _stage(report, "check"):
-        for site in sites:
-            _check(ctx, site)
-        _settle(sites)
-        policy.decide(ctx, sites)
+    states, sites = before, list[Site]()
+    ready = _insert_prepare(graph)
+    for phase in _phases(config):
+        if any(site.reason is None for site in sites):
+            with _stage(report, "propagate"):
+                states = propagate(graph, config.tp_size, inputs)
+        ctx = Context(graph, config, states, linears(graph), ready)
+        sites += _run_phase(ctx, phase, report)
+    _enforce_strict(config, graph, sites)
     report.decisions = [_decision(site, config.tp_size) for site in sites]
-    report.nearest = "" if sites else _nearest(ctx)
+    report.nearest = "" if sites else _nearest(graph)
     report.plan = _plan(config, sites)
-    _enforce_strict(config, report)
-    chosen = [site for site in sites if site.reason is None]
-    with _stage(report, "rewrite"):
-        _rewrite(ctx, chosen, report)
+    _finish_prepare(graph, config, ready, sites, report.plan)
+    graph.eliminate_dead_code()
     with _stage(report, "verify"):
-        if chosen:
+        if report.applied:
             _verify(graph, config.tp_size, inputs, before)
         graph.lint()
     return report
+
+
+def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Site]:
+    """Find and decide on the graph as it is, then rewrite what was decided."""
+    with _stage(report, "find"):
+        number_nodes(ctx.graph)
+        sites = [site for module in modules.values() for site in module.find(ctx)]
+        sites.sort(key=lambda site: site.nodes[-1].meta["sp_index"])
+    with _stage(report, "check"):
+        for site in sites:
+            if site.reason is None:
+                site.reason = modules[site.pattern].check(ctx, site)
+        _settle(sites)
+        policy.decide(ctx, sites)
+    with _stage(report, "rewrite"):
+        for site in sites:
+            if site.reason is None:
+                modules[site.pattern].rewrite(ctx, site)
+    return sites
 
 
 @contextmanager
@@ -80,22 +107,16 @@ def _stage(report: Report, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        report.seconds[name] = time.perf_counter() - start
+        spent = time.perf_counter() - start
+        report.seconds[name] = report.seconds.get(name, 0.0) + spent
 
 
-def _modules(config: SPConfig) -> dict[str, Any]:
-    return patterns(config.patterns)
-
-
-def _find(ctx: Context) -> list[Site]:
-    number_nodes(ctx.graph)
-    found = [site for module in _modules(ctx.config).values() for site in module.find(ctx)]
-    return sorted(found, key=lambda site: site.nodes[-1].meta["sp_index"])
-
-
-def _check(ctx: Context, site: Site) -> None:
-    if site.reason is None:
-        site.reason = _modules(ctx.config)[site.pattern].check(ctx, site)
+def _phases(config: SPConfig) -> list[dict[str, Any]]:
+    """The chosen patterns' modules, grouped by order."""
+    phases: dict[int, dict[str, Any]] = {}
+    for name, module in patterns(config.patterns).items():
+        phases.setdefault(module.ORDER, {})[name] = module
+    return [phases[order] for order in sorted(phases)]
 
 
 def _settle(sites: list[Site]) -> None:
@@ -119,7 +140,7 @@ def _settle(sites: list[Site]) -> None:
         for site in live:
             for weight, layout in site.shards.items():
                 layouts.setdefault(weight, set()).add(layout)
-        results = {node for site in live for node in site.nodes}
+        results = {(w, node) for site in live for w in site.shards for node in site.nodes}
         for site in live:
             site.reason = next(
                 (r for w in site.shards if (r := _weight_conflict(w, layouts[w], results))), None
@@ -129,7 +150,7 @@ def _settle(sites: list[Site]) -> None:
 
 
 def _weight_conflict(
-    weight: fx.Node, layouts: set[ShardLayout], results: set[fx.Node]
+    weight: fx.Node, layouts: set[ShardLayout], results: set[tuple[fx.Node, fx.Node]]
 ) -> str | None:
     name = params.fqn(weight)
     if len(layouts) > 1:
@@ -138,7 +159,7 @@ def _weight_conflict(
     for user in _users(weight):
         if user.op == "output":
             return f"weight returned: {name} is an output of the graph"
-        if user not in results:
+        if (weight, user) not in results:
             return f"weight used elsewhere: {name} by {user.name}"
     return None
 
@@ -184,70 +205,70 @@ def _plan(config: SPConfig, sites: list[Site]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _nearest(ctx: Context) -> str:
+def _nearest(graph: fx.Graph) -> str:
     """Why a graph has no site, as one clause."""
-    if not any(params.is_weight(n) for n in ctx.graph.nodes):
+    if not any(params.is_weight(n) for n in graph.nodes):
         return "no input of the graph is known to be a weight"
-    if not ctx.linears:
+    count = len(linears(graph))
+    if not count:
         return "no linear layer with a weight of the graph was recognised"
-    return (
-        f"{len(ctx.linears)} linear layers, but none feeds another through a feature-local region"
-    )
+    return f"{count} linear layers, but none feeds another through a feature-local region"
 
 
-def _enforce_strict(config: SPConfig, report: Report) -> None:
+def _enforce_strict(config: SPConfig, graph: fx.Graph, sites: list[Site]) -> None:
+    """An error for the first site whose weights stay whole; sharded ones need no rewrite."""
     if not config.strict:
         return
-    if report.skipped:
-        first = report.skipped[0]
-        more = f" (and {len(report.skipped) - 1} more)" if len(report.skipped) > 1 else ""
+    if not sites:
+        raise SPError(f"strict: no site found; {_nearest(graph)}")
+    sharded = {w for site in sites if site.reason is None for w in site.shards}
+    left = [
+        site
+        for site in sites
+        if site.reason is not None
+        and not site.reason.startswith("already sharded")
+        and not sharded.issuperset(site.weights)
+    ]
+    if left:
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        first = left[0]
         raise SPError(f"strict: {first.pattern} at {first.name} is skipped: {first.reason}{more}")
-    if not report.decisions:
-        raise SPError(f"strict: no site found; {report.nearest}")
 
 
-def _rewrite(ctx: Context, chosen: list[Site], report: Report) -> None:
-    graph, config = ctx.graph, ctx.config
-    shards = {w: layout for site in chosen for w, layout in site.shards.items()}
-    if shards:
-        ctx.ready = _insert_prepare(graph, config, shards, report.plan)
-    elif config.group is not None and ctx.linears:
-        _insert_agree(graph, config, report.plan)
-    for site in chosen:
-        _modules(config)[site.pattern].rewrite(ctx, site)
-    graph.eliminate_dead_code()
-
-
-def _insert_prepare(
-    graph: fx.Graph, config: SPConfig, shards: dict[fx.Node, ShardLayout], plan: str
-) -> fx.Node:
-    """One ``prepare`` for all weights of the graph, before everything that uses them."""
+def _insert_prepare(graph: fx.Graph) -> fx.Node:
+    """The node that emitted ops wait for; its arguments come once all is decided."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
-        anchor = graph.call_function(torch.ops.sp_passes.prepare.default)
-    for weight in shards:
-        if weight.op == "get_attr":
-            anchor.prepend(weight)
-    anchor.args = (
-        list(shards),
-        [str(layout) for layout in shards.values()],
-        [params.fqn(w) for w in shards],
-        plan,
-        config.release_weights,
-        config.group_name,
-        config.tp_size,
-    )
-    return set_value(anchor, fake_mode(graph))
+        node = graph.call_function(torch.ops.sp_passes.prepare.default)
+    mode = fake_mode(graph)
+    with mode or nullcontext():
+        node.meta["val"] = torch.empty(0, dtype=torch.int8)
+    return node
 
 
-def _insert_agree(graph: fx.Graph, config: SPConfig, plan: str) -> None:
-    """Nothing is rewritten here, but another rank may think otherwise: compare."""
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(first):
-        node = graph.call_function(
-            torch.ops.sp_passes.agree.default, ([], plan, config.group_name, config.tp_size)
-        )
-    node.meta["val"] = None
+def _finish_prepare(
+    graph: fx.Graph, config: SPConfig, ready: fx.Node, sites: list[Site], plan: str
+) -> None:
+    """One ``prepare`` for all weights of the graph, before everything that uses them.
+
+    Where nothing is rewritten another rank may think otherwise: then ``agree`` compares.
+    """
+    group = (plan, config.group_name, config.tp_size)
+    chosen = [site for site in sites if site.reason is None]
+    if chosen:
+        shards = {w: layout for site in chosen for w, layout in site.shards.items()}
+        for weight in shards:
+            if weight.op == "get_attr":
+                ready.prepend(weight)
+        texts, names = [str(cut) for cut in shards.values()], [params.fqn(w) for w in shards]
+        plan_and_release = (plan, config.release_weights)
+        ready.args = (list(shards), texts, names, *plan_and_release, *group[1:])
+        return
+    if config.group is not None and linears(graph):
+        with graph.inserting_before(ready):
+            node = graph.call_function(torch.ops.sp_passes.agree.default, ([], *group))
+        node.meta["val"] = None
+    graph.erase_node(ready)
 
 
 def _verify(graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States) -> None:

@@ -156,16 +156,16 @@ class MLP(nn.Module):
             hidden = act(out[0], out[1])
         else:
             hidden = act(out[0], torch.ones_like(out[0]))
-        factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+        factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3) if spec.rows else None
         if self.scale is not None:
             hidden = hidden * self.scale
-        if spec.rows in ("inside", "both"):
+        if factor is not None and spec.rows in ("inside", "both"):
             hidden = hidden * factor
         if spec.residual:
             y = torch.addmm(x, hidden, self.down_weight.t())
         else:
             y = self._linear(hidden, self.down_weight, self.down_bias)
-        return y * factor if spec.rows in ("after", "both") else y
+        return y * factor if factor is not None and spec.rows in ("after", "both") else y
 
     def weights(self) -> list[str]:
         return [name for name, _ in self.named_parameters() if name != "scale"]

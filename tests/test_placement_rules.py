@@ -153,6 +153,8 @@ VIEWS: list[tuple[str, Callable[..., Any], list[tuple[Any, str]], str]] = [
     ("odd of the second", lambda x: x[:, 5::2], [((M, 8), "S1[16,16]")], "S1[8]"),
     ("uneven step", lambda x: x[:, ::3], [((M, 8), "S1[32]")], "! .*through"),
     ("strided, not to the end", lambda x: x[:, :5:2], [((M, 8), "S1[32]")], "! .*through"),
+    ("strided, one too few", lambda x: x[:, :6:2], [((M, 8), "S1[32]")], "! .*through"),
+    ("unlike blocks", lambda x: x.view(M, 2, 4), [((M, 8), "S1[8,8,4,12]")], "! .*blocks"),
     ("chunk", lambda x: x.chunk(2, -1), [((M, 8), "S1[16,16]")], "S1[16] S1[16]"),
     ("chunk one", lambda x: x.chunk(2, -1), [((M, 8), "S1[32]")], "! .*! "),
     ("split", lambda x: x.split([2, 6], 1), [((M, 8), "S1[8,24]")], "S1[8] S1[24]"),

@@ -49,6 +49,7 @@ class Region:
         lanes: feature dimensions' lanes of every first output and region node.
         rows: inputs ``[rows…, 1]`` that scale whole rows.
         vectors: inputs without rows that vary along features, with their lanes.
+        scalars: inputs that broadcast over everything.
     """
 
     second: Linear
@@ -57,6 +58,7 @@ class Region:
     lanes: dict[fx.Node, Lanes] = field(default_factory=dict)
     rows: list[fx.Node] = field(default_factory=list)
     vectors: dict[fx.Node, Lanes] = field(default_factory=dict)
+    scalars: list[fx.Node] = field(default_factory=list)
 
     def escapes(self) -> tuple[fx.Node, fx.Node] | None:
         """A value of the region and its user outside, if there is one."""
@@ -176,18 +178,31 @@ def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
         features = sizes[max(0, len(sizes) - lanes.ndim) :]
         rows = sizes[: max(0, len(sizes) - lanes.ndim)]
         padded = (1,) * (lanes.ndim - len(features)) + tuple(features)
+        has_rows = missing == 0 and rows and (static(rows[0]) != 1 or not _is_constant(operand))
         if all(static(f) == 1 for f in padded):
-            if missing == 0 and rows and static(rows[0]) != 1:
-                region.rows.append(operand)
+            (region.rows if has_rows else region.scalars).append(operand)
         elif tuple(padded) != lanes.shape:
             raise NotLocal(
                 f"{operand.name} with feature shape {list(padded)} is broadcast over "
                 f"{list(lanes.shape)} in {node.name}"
             )
-        elif missing > 0 or all(static(r) == 1 for r in rows):
+        elif missing > 0 or (not has_rows and all(static(r) == 1 for r in rows)):
             _add_vector(region, operand, lanes, len(features))
         else:
             yield operand, lanes
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Made of weights and numbers only: its single row is no token, also when M is 1."""
+    todo = [node]
+    for _ in range(_LIMIT):
+        if not todo:
+            return True
+        source = todo.pop()
+        if source.op == "placeholder" and not params.is_weight(source):
+            return False
+        todo.extend(source.all_input_nodes)
+    return False
 
 
 def _through_expand(operand: fx.Node, node: fx.Node, lanes: Lanes) -> fx.Node:

@@ -92,7 +92,8 @@ def source_line(node: fx.Node) -> str | None:
     frames = [(i, m) for i, line in enumerate(lines) if (m := _FRAME.search(line))]
     if not frames:
         return lines[-1].strip()
-    at, frame = frames[-1]
+    own = [f for f in frames if "/torch/" not in f[1]["file"]]
+    at, frame = (own or frames)[-1]
     text = f"{frame['file']}:{frame['line']}"
     if frame["where"]:
         text += f", in {frame['where']}"
