@@ -211,14 +211,15 @@ def _layouts(match: Match) -> dict[fx.Node, ShardLayout]:
     _want(out, second.weight, ShardLayout(second.in_dim, (second.in_features,)))
     for whole in (second.bias, second.addend):
         if whole in out:
-            raise NotLocal(f"weight used elsewhere: {params.fqn(whole)} by {second.node.name}")
+            used = f"{params.fqn(whole)} by {second.node.name}"
+            raise NotLocal(used, "weight used elsewhere")
     return out
 
 
 def _want(out: dict[fx.Node, ShardLayout], weight: fx.Node, layout: ShardLayout) -> None:
     if out.setdefault(weight, layout) != layout:
         ways = f"{out[weight]} and {layout}"
-        raise NotLocal(f"two layouts: {params.fqn(weight)} is wanted as {ways} and stays whole")
+        raise NotLocal(f"{params.fqn(weight)} is wanted as {ways} and stays whole", "two layouts")
 
 
 def _rows(match: Match) -> list[fx.Node]:
