@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_gradients(args, kwargs)
         seen = len(self._plans)
-        with torch.no_grad(), weights.watching(self._watch):
+        with torch.no_grad(), weights.watching(self._watch), _own_errors():
             out = self._run(*args, **kwargs)
         if self.report is None or len(self._plans) != seen:
             self.report = self._build_report()
@@ -155,6 +156,22 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("_orig_mod"), name)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise an SPError as itself, out of the errors that Dynamo and Inductor wrap around it."""
+    try:
+        yield
+    except SPError:
+        raise
+    except Exception as err:
+        inner: BaseException | None = err
+        while inner is not None and not isinstance(inner, SPError):
+            inner = getattr(inner, "inner_exception", None) or inner.__cause__
+        if inner is None:
+            raise
+        raise inner from None
 
 
 def _refuse_gradients(args: Any, kwargs: Any) -> None:

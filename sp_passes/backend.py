@@ -35,11 +35,13 @@ class Input:
         name: FQN of a weight, argument name of an activation.
         weight: it is a parameter or buffer.
         placement: what its module or the caller declared, if anything.
+        use: how graphs compiled before use the weight (``weights.use_of``).
     """
 
     name: str
     weight: bool
     placement: Placement | None
+    use: str | None = None
 
 
 class SequenceParallelPass(_private.CustomGraphPass):
@@ -58,6 +60,7 @@ class SequenceParallelPass(_private.CustomGraphPass):
 
     Attributes:
         reports: one report for each graph that was compiled, oldest first.
+        read_whole: positions of the last graph's inputs that it reads as whole weights.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class SequenceParallelPass(_private.CustomGraphPass):
         self.inputs = tuple(inputs) if inputs is not None else None
         self.after = after
         self.reports: list[Report] = []
+        self.read_whole: list[int] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.after is not None:
@@ -84,13 +88,29 @@ class SequenceParallelPass(_private.CustomGraphPass):
         states = {**input_states(graph, None, self.tokens), **input_states_of(placed)}
         report = passes.run(graph, self.config, states)
         self.reports.append(report)
+        self.read_whole = self._whole_inputs(graph)
         store.save(report)
         weights.compiled(report.plan, _summary(self.config, report))
         _log(report)
 
+    def _whole_inputs(self, graph: fx.Graph) -> list[int]:
+        """Positions of the weights that something else than our ops reads."""
+        prepared = {
+            weight
+            for node in graph.find_nodes(
+                op="call_function", target=torch.ops.sp_passes.prepare.default
+            )
+            for weight in node.all_input_nodes
+        }
+        return [
+            _private.input_position(node, at)
+            for at, node in enumerate(graph.find_nodes(op="placeholder"))
+            if params.is_weight(node) and node.users and node not in prepared
+        ]
+
     def uuid(self) -> Any:
         """Key of Inductor's caches: all that decides the rewrite, no rank, no names."""
-        rows = [(i.weight, str(i.placement)) for i in self.inputs or ()]
+        rows = [(i.weight, str(i.placement), i.use) for i in self.inputs or ()]
         text = repr([self.config.digest(), self.tokens, self.inputs is None, rows])
         first = self.after.uuid() if self.after is not None else None
         return [hashlib.sha256(text.encode()).hexdigest(), first]
@@ -108,6 +128,7 @@ class SequenceParallelPass(_private.CustomGraphPass):
                 known = self.inputs[index]
                 if known.weight:
                     params.mark(node, known.name, known.placement)
+                    params.mark_use(node, known.use)
                 elif known.placement is not None:
                     placed[node] = known.placement
         return placed
@@ -172,10 +193,13 @@ class Backend:
         before = patches.get(
             "post_grad_custom_post_pass", _private.inductor_config().post_grad_custom_post_pass
         )
-        patches["post_grad_custom_post_pass"] = SequenceParallelPass(
+        rewrite = SequenceParallelPass(
             self.config, self.tokens, self._inputs(gm, example_inputs), before
         )
-        return _private.compile_fx(gm, example_inputs, patches)
+        patches["post_grad_custom_post_pass"] = rewrite
+        compiled = _private.compile_fx(gm, example_inputs, patches)
+        weights.read_whole([example_inputs[i] for i in rewrite.read_whole])
+        return compiled
 
     def _refuse_training(self, example_inputs: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(
@@ -193,7 +217,8 @@ class Backend:
             name = params.fqn_of_source(_private.source_name(node))
             weight = _is_weight(node, value)
             declared = declared_placement(value) if isinstance(value, torch.Tensor) else None
-            out.append(Input(name, weight, given.get(name, declared)))
+            use = weights.use_of(value) if weight else None
+            out.append(Input(name, weight, given.get(name, declared), use))
         return out
 
 

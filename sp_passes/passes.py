@@ -70,6 +70,7 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
         ctx = Context(graph, config, states, linears(graph), ready)
         sites += _run_phase(ctx, phase, report)
     _enforce_strict(config, graph, sites)
+    _refuse_stray_reads(graph, sites)
     report.decisions = [_decision(site, config.tp_size) for site in sites]
     report.nearest = "" if sites else _nearest(graph)
     report.plan = _plan(config, sites)
@@ -156,6 +157,8 @@ def _weight_conflict(
     if len(layouts) > 1:
         ways = " and ".join(sorted(map(str, layouts)))
         return f"two layouts: {name} is wanted as {ways} and stays whole"
+    if params.use_elsewhere(weight) == "whole":
+        return f"weight used elsewhere: another compiled graph reads {name} whole"
     for user in _users(weight):
         if user.op == "output":
             return f"weight returned: {name} is an output of the graph"
@@ -233,6 +236,18 @@ def _enforce_strict(config: SPConfig, graph: fx.Graph, sites: list[Site]) -> Non
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         first = left[0]
         raise SPError(f"strict: {first.pattern} at {first.name} is skipped: {first.reason}{more}")
+
+
+def _refuse_stray_reads(graph: fx.Graph, sites: list[Site]) -> None:
+    """A weight that another graph released must not be read whole by this one."""
+    sharded = {w for site in sites if site.reason is None for w in site.shards}
+    for weight in params.weights(graph):
+        if params.use_elsewhere(weight) == "sharded" and weight.users and weight not in sharded:
+            raise SPError(
+                f"{params.fqn(weight)} was sharded and released by another compiled graph, but "
+                "this graph reads it whole; compile the module that holds both uses as one graph "
+                "(fullgraph=True shows where it breaks), or leave this part out"
+            )
 
 
 def _insert_prepare(graph: fx.Graph) -> fx.Node:

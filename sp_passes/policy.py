@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from .errors import SPError
+from .graph import params
 from .graph.values import nbytes, product, shape
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def decide(ctx: Context, sites: list[Site]) -> None:
     hw = hardware(config.hardware)
     low, high = config.token_range
     for site in sites:
-        if site.reason is not None:
+        if site.reason is not None or _is_sharded_already(site):
             continue
         work = work_of(site)
         times = [step_seconds(work, m, ctx.tp_size, hw) for m in (low, (low + high) // 2, high)]
@@ -130,6 +131,11 @@ def decide(ctx: Context, sites: list[Site]) -> None:
                 f"slower: replicated wins for {low} to {high} tokens: estimated crossover at "
                 f"{crossover(work, ctx.tp_size, hw)} tokens"
             )
+
+
+def _is_sharded_already(site: Site) -> bool:
+    """Another graph released a weight of the site: its layout is settled for all graphs."""
+    return any(params.use_elsewhere(w) == "sharded" for w in site.shards)
 
 
 def work_of(site: Site) -> Work:

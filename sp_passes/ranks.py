@@ -111,7 +111,7 @@ def run_ranks(
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks: list[_Rank] = []
     try:
-        with _main_as_module():
+        with _spawning():
             for number in range(world_size):
                 ranks.append(_start(number, world_size, store.port, fn, args, timeout))
         return _collect(ranks, timeout, notify)
@@ -147,16 +147,23 @@ def _start(
 
 
 @contextmanager
-def _main_as_module() -> Iterator[None]:
-    """Let ranks start although the caller's main module is no file (``python -c``, stdin)."""
+def _spawning() -> Iterator[None]:
+    """Start ranks that Ctrl-C does not reach, whatever the caller's main module is.
+
+    Ranks inherit the blocked signal, so that an interrupt is the caller's alone even before
+    they run any Python; the caller gets its own as soon as all are started. A main module
+    that is no file (``python -c``, stdin) must not be imported by the ranks.
+    """
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     hide = path is not None and not os.path.exists(path)
     if hide:
         del main.__file__
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if hide:
             main.__file__ = path
 

@@ -43,18 +43,27 @@ class _Resident:
     released: bool
 
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # of the tables below; never held while ranks communicate
+_group_locks: dict[str, threading.RLock] = {}
 _table: dict[tuple[int, int], _Resident] = {}
 _agreed: set[tuple[str, str]] = set()
 _names: dict[tuple[int, int], str] = {}
 _summaries: dict[str, str] = {}
 _watch = threading.local()
 
+_read_whole: dict[tuple[int, int], Any] = {}
+
 Watcher = Callable[[str, Sequence[Tensor], Sequence[str]], None]
 
 
 def _key(weight: Tensor) -> tuple[int, int]:
     return _private.storage_key(weight), int(weight.storage_offset())
+
+
+def _group_lock(pg: Any) -> threading.RLock:
+    """Held while this group shards or restores: its collectives must not interleave."""
+    with _lock:
+        return _group_locks.setdefault(pg.group_name, threading.RLock())
 
 
 @contextmanager
@@ -120,7 +129,7 @@ def prepare(
             "the first call of a rewritten graph cannot be captured in a CUDA graph: it "
             "compares and shards weights; run the model once before capturing it"
         )
-    with _lock:
+    with _group_lock(pg):
         todo = {
             _key(w): (w, cut, _names.get(_key(w), name))
             for w, cut, name in zip(weights, layouts, names, strict=True)
@@ -169,10 +178,12 @@ def _sweep() -> None:
         for key in [k for k, entry in _table.items() if entry.ref.expired()]:
             del _table[key]
             _names.pop(key, None)
+        for key in [k for k, ref in _read_whole.items() if ref.expired()]:
+            del _read_whole[key]
 
 
 def _keep_whole(weight: Tensor, entry: _Resident, layout: ShardLayout) -> None:
-    with _lock:
+    with _group_lock(entry.pg):
         if entry.shard is None:
             return
         log.warning(
@@ -222,6 +233,20 @@ def is_released(tensor: Tensor) -> bool:
     return entry is not None and entry.released
 
 
+def use_of(tensor: Tensor) -> str | None:
+    """How graphs compiled so far use a weight: ``"sharded"``, ``"whole"``, or None."""
+    if is_released(tensor):
+        return "sharded"
+    return "whole" if _key(tensor) in _read_whole else None
+
+
+def read_whole(tensors: Sequence[Tensor]) -> None:
+    """A compiled graph reads these weights whole: no other graph may release them."""
+    with _lock:
+        for tensor in tensors:
+            _read_whole.setdefault(_key(tensor), _private.storage_weak_ref(tensor))
+
+
 def resident_bytes(module: nn.Module) -> int:
     """Bytes of weights and buffers that this rank holds for ``module``, shards included."""
     seen: dict[int, int] = {}
@@ -244,15 +269,15 @@ def unshard(module: nn.Module) -> list[str]:
         FQNs of the weights that were restored.
     """
     restored = []
-    with _lock:
-        for name, tensor in _tensors(module):
-            entry = _table.get(_key(tensor))
-            if entry is None:
-                continue
+    for name, tensor in _tensors(module):
+        entry = _table.get(_key(tensor))
+        if entry is None:
+            continue
+        with _group_lock(entry.pg):
             if entry.released:
                 _restore(tensor, entry)
                 restored.append(name)
-            del _table[_key(tensor)]
+            _table.pop(_key(tensor), None)
     return restored
 
 
@@ -283,7 +308,7 @@ def load_full_state_dict(
                 f"{name} has shape {list(old.shape)}, the state dict brings {list(new.shape)}; "
                 "bring the full weight"
             )
-    with _lock, torch.no_grad():
+    with torch.no_grad():
         _prove_new(pairs)
         for _, old, new in pairs:
             entry = _table.get(_key(old))

@@ -197,7 +197,6 @@ ZOO: dict[str, Spec] = {
     "batched_biases": Spec(batched=True, bias1=True, bias2=True, split="view_unbind"),
     "in_first": Spec(in_first=True),
     "in_first_biases": Spec(in_first=True, bias1=True, bias2=True, split="strided"),
-    "quarters": Spec(split="quarters"),
 }
 
 

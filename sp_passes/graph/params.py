@@ -23,6 +23,15 @@ def mark(node: fx.Node, fqn: str, declared: Placement | None = None) -> None:
         node.meta["sp_placement"] = declared
 
 
+def mark_use(node: fx.Node, use: str | None) -> None:
+    """Say how other graphs of this process use the weight: "sharded", "whole" or None."""
+    node.meta["sp_use"] = use
+
+
+def use_elsewhere(node: fx.Node) -> str | None:
+    return node.meta.get("sp_use")
+
+
 def is_weight(node: fx.Node) -> bool:
     return _KEY in node.meta
 

@@ -21,11 +21,13 @@ class Entry(NamedTuple):
 
     plain: with every input ``Replicate()`` every output is, so the rule need not run.
     result: what the op gives whatever its input (a collective), None for other ops.
+    declared: by ``declare_op``; such a rule also holds inside ``auto_functionalized``.
     """
 
     rule: Rule
     plain: bool = True
     result: Callable[[Op], State] | None = None
+    declared: bool = False
 
 
 _TABLE: dict[str, Entry] = {}
@@ -58,7 +60,7 @@ def declare_op(op: OpOverload | str, rule: Rule) -> None:
     name = op_name(op) if isinstance(op, OpOverload) else op
     if "::" not in name:
         raise ValueError(f"declare_op: {name!r} is no op name; write 'namespace::op'")
-    _TABLE[name] = Entry(rule)
+    _TABLE[name] = Entry(rule, declared=True)
     _RESOLVED.clear()
 
 

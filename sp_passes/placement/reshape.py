@@ -16,6 +16,7 @@ from .sizes import product
 from .state import Segments
 
 MAX_COPIES = 64
+_PRIME = 1_000_003
 Sizes = tuple[Any, ...]
 
 
@@ -30,6 +31,8 @@ def reshaped(
     Raises:
         RuleError: the result is no ``Shard`` of the reshaped logical value.
     """
+    if before.count(0) == 1 == after.count(0):
+        before, after = _without_zero(before, after), _without_zero(after, before)
     start, stop, out_start, out_stop = _group(before, after, dim)
     lead = product(before[start:dim])
     trail = product(before[dim + 1 : stop])
@@ -41,6 +44,12 @@ def reshaped(
         raise _refusal(before, after, dim, "rows would hold parts of every rank in turn")
     place, segments = _split(after[out_start:out_stop], merged, tp_size, before, after, dim)
     return out_start + place, segments
+
+
+def _without_zero(sizes: Sizes, other: Sizes) -> Sizes:
+    """No tokens at all: a size that keeps products distinct, and the two totals equal."""
+    many = _PRIME * product([s for s in other if s != 0])
+    return tuple(many if s == 0 else s for s in sizes)
 
 
 def _group(before: Sizes, after: Sizes, dim: int) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from . import (  # noqa: F401
     rules_view,
 )
 from .context import Op, RuleError
-from .registry import op_name, register, spread
+from .registry import entry_of, op_name, register, spread
 from .state import REPLICATE, State, States
 
 
@@ -33,10 +33,14 @@ def _unknown(op: Op) -> States:
 
 
 def _python(op: Op) -> States:
-    """Arithmetic on sizes; anything that touches tensors is an unknown op."""
+    """Arithmetic on sizes, a declared op under auto_functionalized, or an unknown op."""
     value = op.node.meta.get("val")
     if value is not None and not isinstance(value, (torch.Tensor, tuple, list)):
         return REPLICATE
+    inner = op.args[0] if op.args else None
+    if isinstance(inner, torch._ops.OpOverload) and entry_of(inner).declared:
+        found = entry_of(inner).rule(op)
+        return spread(op, found) if isinstance(found, State) else found
     return _unknown(op)
 
 
