@@ -29,7 +29,7 @@ from .graph import params
 from .graph.canonical import canonicalise
 from .graph.linears import linears
 from .graph.region import number_nodes
-from .graph.values import fake_mode, shape
+from .graph.values import fake_mode, set_value, shape
 from .layout import ShardLayout
 from .patterns import patterns
 from .placement import State, propagate
@@ -71,7 +71,8 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
         sites += _run_phase(ctx, phase, report)
     _enforce_strict(config, graph, sites)
     _refuse_stray_reads(graph, sites)
-    report.decisions = [_decision(site, config.tp_size) for site in sites]
+    counted: set[fx.Node] = set()
+    report.decisions = [_decision(site, config.tp_size, counted) for site in sites]
     report.nearest = "" if sites else _nearest(graph)
     report.plan = _plan(config, sites)
     _finish_prepare(graph, config, ready, sites, report.plan)
@@ -184,7 +185,8 @@ def _users(weight: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _decision(site: Site, tp_size: int) -> Decision:
+def _decision(site: Site, tp_size: int, counted: set[fx.Node]) -> Decision:
+    """The report's row; a weight's bytes count for the first site that shards it."""
     applied = site.reason is None
     return Decision(
         pattern=site.pattern,
@@ -192,7 +194,7 @@ def _decision(site: Site, tp_size: int) -> Decision:
         applied=applied,
         reason=site.reason or "",
         weights=tuple(params.fqn(w) for w in (site.shards if applied else site.weights)),
-        bytes_saved_per_rank=site.bytes_saved(tp_size) if applied else 0,
+        bytes_saved_per_rank=site.bytes_saved(tp_size, counted) if applied else 0,
         collectives_added=site.collectives_added if applied else {},
         collectives_removed=site.collectives_removed if applied else {},
     )
@@ -255,8 +257,7 @@ def _insert_prepare(graph: fx.Graph) -> fx.Node:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.call_function(torch.ops.sp_passes.prepare.default)
-    mode = fake_mode(graph)
-    with mode or nullcontext():
+    with fake_mode(graph) or nullcontext():
         node.meta["val"] = torch.empty(0, dtype=torch.int8)
     return node
 
@@ -268,20 +269,21 @@ def _finish_prepare(
 
     Where nothing is rewritten another rank may think otherwise: then ``agree`` compares.
     """
-    group = (plan, config.group_name, config.tp_size)
-    chosen = [site for site in sites if site.reason is None]
-    if chosen:
-        shards = {w: layout for site in chosen for w, layout in site.shards.items()}
+    shards = {w: cut for site in sites if site.reason is None for w, cut in site.shards.items()}
+    where = (config.group_name, config.tp_size)
+    if shards:
         for weight in shards:
             if weight.op == "get_attr":
                 ready.prepend(weight)
         texts, names = [str(cut) for cut in shards.values()], [params.fqn(w) for w in shards]
-        plan_and_release = (plan, config.release_weights)
-        ready.args = (list(shards), texts, names, *plan_and_release, *group[1:])
+        ready.args = (list(shards), texts, names, plan, config.release_weights, *where)
+        set_value(ready, fake_mode(graph))
         return
+    for user in list(ready.users):
+        user.replace_input_with(ready, None)  # type: ignore[arg-type]
     if config.group is not None and linears(graph):
         with graph.inserting_before(ready):
-            node = graph.call_function(torch.ops.sp_passes.agree.default, ([], *group))
+            node = graph.call_function(torch.ops.sp_passes.agree.default, ([], plan, *where))
         node.meta["val"] = None
     graph.erase_node(ready)
 

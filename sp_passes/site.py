@@ -45,9 +45,11 @@ class Site:
     def name(self) -> str:
         return params.common_name([params.fqn(w) for w in self.weights])
 
-    def bytes_saved(self, tp_size: int) -> int:
-        """Bytes of this site's weights that one rank gives up."""
-        return sum(nbytes(w) // tp_size * (tp_size - 1) for w in self.shards)
+    def bytes_saved(self, tp_size: int, counted: set[fx.Node]) -> int:
+        """Bytes that one rank gives up of the weights not ``counted`` yet; counts them."""
+        mine = self.shards.keys() - counted
+        counted |= mine
+        return sum(nbytes(w) // tp_size * (tp_size - 1) for w in mine)
 
 
 @dataclass

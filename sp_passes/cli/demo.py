@@ -46,7 +46,7 @@ def _full_width(out: Console) -> dict[int, Report]:
     for tp in (8, 4, 16):
         name = f"{MODEL}, {config.num_hidden_layers} layers"
         with step(f"tracing {name} at TP{tp}"):
-            traced = full_size.trace_rank(config, tp, TOKENS)
+            traced = full_size.trace_rank(full_size.rank_model(config, tp), TOKENS)
         with step(f"rewriting and checking {traced.nodes} nodes"):
             reports[tp] = full_size.rewrite_rank(traced, SPConfig(tp_size=tp), name)
         if tp == 8:
@@ -62,7 +62,9 @@ def _sizes_table(reports: dict[int, Report]) -> Any:
     for name in names:
         found = {tp: kinds[tp].get(name) for tp in reports}
         whole = next(k.whole for k in found.values() if k is not None)
-        rows.append((name, show.gib(whole), *(show.gib(k.saved) if k else "-" for k in found.values())))
+        rows.append(
+            (name, show.gib(whole), *(show.gib(k.saved) if k else "-" for k in found.values()))
+        )
     head = ("weights", ">GiB replicated", *(f">saved at TP{tp}" for tp in reports))
     return show.table("GiB saved per rank", head, rows)
 
@@ -74,9 +76,7 @@ def _in_a_rank(rank: int, world: int) -> tuple[Timed, Numbers]:
 
 def _local_ranks() -> tuple[list[Timed], list[Numbers]]:
     with step(f"running a shrunken Kimi-K3 on {RANKS} local ranks") as say:
-        results = run_ranks(
-            _in_a_rank, RANKS, timeout=TIMEOUT, notify=lambda rank, text: say(text)
-        )
+        results = run_ranks(_in_a_rank, RANKS, timeout=TIMEOUT, notify=lambda rank, text: say(text))
     return [timed for timed, _ in results], [n for _, n in results]
 
 

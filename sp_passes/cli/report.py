@@ -22,8 +22,9 @@ def run(
     rows = full_size.local_tokens(tokens, tp)
     config = SPConfig(tp_size=tp, patterns=tuple(patterns) if patterns else None, strict=strict)
     name = f"{model}, {model_config.num_hidden_layers} layers"
-    with step(f"tracing {name} at tp {tp}"):
-        traced = full_size.trace_rank(model_config, tp, tokens)
+    one_rank = full_size.rank_model(model_config, tp)
+    with step(f"tracing {name} at TP{tp}"):
+        traced = full_size.trace_rank(one_rank, tokens)
     with step("rewriting and checking"):
         found = full_size.rewrite_rank(traced, config, name)
     if as_json:

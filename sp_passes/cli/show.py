@@ -78,7 +78,16 @@ def _patterns(found: Report, header: str) -> Table:
                 counts(total_counts(d.collectives_removed for d in applied)),
             )
         )
-    head = ("pattern", ">found", ">applied", ">skipped", ">weights", ">GiB saved", "added", "removed")
+    head = (
+        "pattern",
+        ">found",
+        ">applied",
+        ">skipped",
+        ">weights",
+        ">GiB saved",
+        "added",
+        "removed",
+    )
     return table(f"{header}: collectives and weights of one rank", head, rows)
 
 

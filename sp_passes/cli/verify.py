@@ -17,9 +17,7 @@ COUNTS = (3, 8, 33, 1)
 TIMEOUT = 600.0
 
 
-def run(
-    model: str, tp: int, tokens: int | None, dtype: str, layers: int, as_json: bool
-) -> bool:
+def run(model: str, tp: int, tokens: int | None, dtype: str, layers: int, as_json: bool) -> bool:
     counts = _counts(model, tp, tokens, dtype, layers)
     with step(f"verifying on {tp} ranks, {dtype}") as say:
         per_rank = run_ranks(
@@ -51,9 +49,7 @@ def run(
     return ok
 
 
-def _counts(
-    model: str, tp: int, tokens: int | None, dtype: str, layers: int
-) -> tuple[int, ...]:
+def _counts(model: str, tp: int, tokens: int | None, dtype: str, layers: int) -> tuple[int, ...]:
     """Local rows to run, once every argument is known to be good."""
     if model != "shrunk":
         raise SPError(f"verify runs --model shrunk only, found {model!r}; see report for others")

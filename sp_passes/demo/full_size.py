@@ -58,15 +58,18 @@ def local_tokens(tokens: int, tp_size: int) -> int:
     return -(-tokens // tp_size)
 
 
-def trace_rank(config: KimiK3Config, tp_size: int, tokens: int) -> Traced:
-    """The graph of one bfloat16 rank; no memory is used for weights.
+def rank_model(config: KimiK3Config, tp_size: int) -> KimiK3Model:
+    """One rank's model in bfloat16; no memory is used for weights.
 
     Raises:
         ShardingError: ``tp_size`` does not divide the attention heads.
     """
-    rows = local_tokens(tokens, tp_size)
-    model = KimiK3Model(config, tp_size, dtype=torch.bfloat16, device="meta")
-    ids = torch.empty(rows, dtype=torch.long, device="meta")
+    return KimiK3Model(config, tp_size, dtype=torch.bfloat16, device="meta")
+
+
+def trace_rank(model: KimiK3Model, tokens: int) -> Traced:
+    """The graph that one rank runs for its part of ``tokens`` global tokens."""
+    ids = torch.empty(local_tokens(tokens, model.tp.size), dtype=torch.long, device="meta")
     start = time.perf_counter()
     graph = trace(model, ids)
     return Traced(graph, len(graph.graph.nodes), time.perf_counter() - start)

@@ -160,9 +160,7 @@ def compare(
     return out
 
 
-def _judge(
-    rows: int, expected: Tensor, own: Tensor, found: Tensor, dtype: torch.dtype
-) -> Compared:
+def _judge(rows: int, expected: Tensor, own: Tensor, found: Tensor, dtype: torch.dtype) -> Compared:
     if dtype == torch.float32:
         return Compared(rows, relative_error(found, expected), 0.0, FP32_TOLERANCE)
     allowed = _rms_error(own, expected)

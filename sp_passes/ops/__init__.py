@@ -165,7 +165,7 @@ def _prepare(
 
     cuts = [ShardLayout.parse(text) for text in layouts]
     prepare(weights, cuts, names, plan, release, group_of(group, tp_size))
-    return torch.empty(0, dtype=torch.int8)
+    return weights[0].new_empty(0, dtype=torch.int8)
 
 
 def _agree(nothing: Sequence[Tensor], plan: str, group: str, tp_size: int) -> None:
@@ -241,7 +241,7 @@ def _prepare_fake(
     group: str,
     tp_size: int,
 ) -> Tensor:
-    return torch.empty(0, dtype=torch.int8)
+    return weights[0].new_empty(0, dtype=torch.int8)
 
 
 def _agree_fake(nothing: Sequence[Tensor], plan: str, group: str, tp_size: int) -> None:
