@@ -67,7 +67,9 @@ def find(ctx: Context) -> Iterator[Site]:
         weights = tuple(dict.fromkeys(w for f in firsts for w in _weights(f)))
         nodes = (*(f.node for f in firsts), second.node)
         site = Site(NAME, nodes, Match(second, firsts, region), (*weights, second.weight))
-        site.reason = reason and (_already_sharded(ctx, site) or reason)
+        sharded = _already_sharded(ctx, site)
+        site.reason = reason and (sharded or reason)
+        site.claims = region is not None and sharded is None
         yield site
 
 

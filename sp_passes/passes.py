@@ -88,10 +88,11 @@ def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Si
     """Find and decide on the graph as it is, then rewrite what was decided."""
     with _stage(report, "find"):
         number_nodes(ctx.graph)
-        sites = [site for module in modules.values() for site in module.find(ctx)]
+        sites = _claimed([site for module in modules.values() for site in module.find(ctx)])
+        ctx.sites = sites
         sites.sort(key=lambda site: site.nodes[-1].meta["sp_index"])
     with _stage(report, "check"):
-        for site in sites:
+        for site in sorted(sites, key=lambda site: not site.claims):
             if site.reason is None:
                 site.reason = modules[site.pattern].check(ctx, site)
         _settle(sites)
@@ -101,6 +102,16 @@ def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Si
             if site.reason is None:
                 modules[site.pattern].rewrite(ctx, site)
     return sites
+
+
+def _claimed(sites: list[Site]) -> list[Site]:
+    """Without the sites whose linears another pattern claims."""
+    owner = {node: site.pattern for site in sites if site.claims for node in site.nodes}
+    return [
+        site
+        for site in sites
+        if site.claims or all(owner.get(n, site.pattern) == site.pattern for n in site.nodes)
+    ]
 
 
 @contextmanager
@@ -319,7 +330,11 @@ def _flat(state: Any) -> tuple[State, ...]:
 
 
 def _same(old: tuple[State, ...], new: tuple[State, ...]) -> bool:
-    return [(s.placement, s.segments) for s in old] == [(s.placement, s.segments) for s in new]
+    """What was known must be as it was; what was not may have become known."""
+    return len(old) == len(new) and all(
+        a.placement is None or (a.placement, a.segments) == (b.placement, b.segments)
+        for a, b in zip(old, new, strict=True)
+    )
 
 
 def _text(states: tuple[State, ...]) -> str:

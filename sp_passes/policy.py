@@ -9,7 +9,7 @@ weight bytes, F flops a token and H bytes a token's row:
     sharded    = max(W / tp / hbm, F / tp * M / flops) + moved / link + latency * collectives
 
 Both do the same arithmetic a rank; what differs is the bytes read against the bytes
-moved. Without a token range nothing is estimated and every legal site is rewritten.
+moved. Where all ranks hold all tokens, the replicated form computes F * M. Without a token range nothing is estimated and every legal site is rewritten.
 """
 
 from __future__ import annotations
@@ -81,20 +81,23 @@ class Work:
     Attributes:
         weight_bytes: of the whole weights.
         flops: for one token, with the whole weights.
-        row_bytes: one token's row in, and its row out.
-        collectives: how many the sharded form adds.
+        row_bytes: one token's row in, and its row out, less what moved before.
+        collectives: how many the sharded form adds, less those it removes.
+        tokens_whole: the replicated form computes all tokens on every rank.
     """
 
     weight_bytes: int
     flops: int
-    row_bytes: int
+    row_bytes: float
     collectives: int
+    tokens_whole: bool = False
 
 
 def step_seconds(work: Work, tokens: int, tp: int, hw: Hardware) -> tuple[float, float]:
     """``(replicated, sharded)`` time of one site for ``tokens`` global tokens."""
     compute = work.flops * tokens / tp / hw.flops
-    replicated = max(work.weight_bytes / hw.hbm, compute)
+    before = compute * tp if work.tokens_whole else compute
+    replicated = max(work.weight_bytes / hw.hbm, before)
     moved = work.row_bytes * tokens * (tp - 1) / tp
     sharded = max(work.weight_bytes / tp / hw.hbm, compute)
     return replicated, sharded + moved / hw.link + work.collectives * hw.latency
@@ -144,8 +147,10 @@ def work_of(site: Site) -> Work:
     return Work(
         weight_bytes=sum(nbytes(w) for w in site.shards),
         flops=sum(2 * (product(shape(w)) or 0) for w in matrices),
-        row_bytes=sum(_row_bytes(n) for n in site.moved),
-        collectives=sum(site.collectives_added.values()),
+        row_bytes=sum(_row_bytes(n) for n in site.moved) + site.row_bytes,
+        collectives=sum(site.collectives_added.values())
+        - sum(site.collectives_removed.values()),
+        tokens_whole=site.tokens_whole,
     )
 
 

@@ -29,6 +29,10 @@ class Site:
         reason: why the site is skipped, or None.
         collectives_added, collectives_removed: by kind.
         moved: values whose rows the added collectives carry.
+        row_bytes: what else a token's row moves; negative where a collective goes.
+        tokens_whole: every rank computes the site for all tokens before the rewrite.
+        claims: its linears are this pattern's also when it is skipped; another pattern's site
+            with False gives way, without a row.
     """
 
     pattern: str
@@ -40,6 +44,9 @@ class Site:
     collectives_added: dict[str, int] = field(default_factory=dict)
     collectives_removed: dict[str, int] = field(default_factory=dict)
     moved: tuple[fx.Node, ...] = ()
+    row_bytes: float = 0
+    tokens_whole: bool = False
+    claims: bool = True
 
     @property
     def name(self) -> str:
@@ -63,6 +70,7 @@ class Context:
         linears: every linear by its result, in graph order.
         ready: node of ``sp_passes::prepare`` that the emitted ops wait for.
         replaced: values that earlier rewrites replaced, by the old one.
+        sites: what the patterns of this phase found.
     """
 
     graph: fx.Graph
@@ -71,6 +79,7 @@ class Context:
     linears: dict[fx.Node, Linear]
     ready: fx.Node | None = None
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Give every user of ``old`` the value ``new``."""

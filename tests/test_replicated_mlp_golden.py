@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """Small graphs before and after the rewrite, as text.
 
 ``EXPECTTEST_ACCEPT=1 pytest tests/test_replicated_mlp_golden.py`` rewrites the texts.

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from .. import ops as _ops  # noqa: F401  (registers torch.ops.sp_passes)
 from .. import check, declare_placement, trace
+from .. import ops as _ops  # noqa: F401  (registers torch.ops.sp_passes)
 from ..config import SPConfig
 from ..errors import PlacementError, SPError
 from ..layout import ShardLayout

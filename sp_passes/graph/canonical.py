@@ -5,7 +5,7 @@
     permute after permute               -> one permute, or nothing
     split, split_with_sizes, chunk, unbind + getitem -> slice, select
     view, _unsafe_view, reshape         -> reshape; reshape after reshape -> the last one
-    linear without decomposition        -> stays (one adapter reads it)
+    new_zeros, new_ones, new_full, new_empty -> full, empty: they use no value of their input
     identity slice, permute, expand, cast, reshape, alias, detach -> nothing
 
 Only views and their spelling change; no arithmetic does.
@@ -129,6 +129,26 @@ def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _new(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A constant of its own instead of one that seems to depend on a tensor."""
+    if not is_tensor(node) or node.kwargs.get("layout") not in (None, torch.strided):
+        return None
+    options = {"dtype": dtype(node), "device": value(node).device}
+    with graph.inserting_before(node):
+        if node.target is aten.new_empty.default:
+            new = graph.call_function(aten.empty.memory_format, (args(node)[1],), options)
+        else:
+            fill = _FILL.get(node.target)
+            amount = args(node)[2] if fill is None else fill
+            new = graph.call_function(aten.full.default, (args(node)[1], amount), options)
+    copy_origin(new, node)
+    new.meta["val"] = value(node)
+    return new
+
+
+_FILL: dict[Any, int] = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
+
+
 def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     parent, index = args(node)
     if not isinstance(parent, fx.Node) or not isinstance(index, int):
@@ -179,5 +199,14 @@ _RULES: dict[Any, Rule] = {
     aten.detach.default: _same_as_input,
     torch.ops.prims.convert_element_type.default: _cast,
     operator.getitem: _getitem,
+    **dict.fromkeys(
+        (
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+            aten.new_empty.default,
+        ),
+        _new,
+    ),
     **{piece: lambda graph, node: None for piece in _PIECES},
 }

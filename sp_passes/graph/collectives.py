@@ -65,11 +65,14 @@ TABLE: dict[str, _Row] = {
     "vllm::all_reduce": _Row("all_reduce", None, None, 1),
     "sp_passes::all_gather": _Row("all_gather", None, 2, 1),
     "sp_passes::reduce_scatter": _Row("reduce_scatter", None, 2, 1),
+    "sp_passes::feature_to_token": _Row("all_to_all", None, 3, 2),
+    "sp_passes::token_to_feature": _Row("all_to_all", None, 2, 1),
 }
 
 FUSED = {
     "sp_passes::ag_gemm": "all_gather",
     "sp_passes::gemm_rs": "reduce_scatter",
+    "sp_passes::gemm_gather": "all_gather",
 }
 """Ops that hold a collective and a product; ``count`` counts the collective."""
 

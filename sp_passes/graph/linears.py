@@ -36,6 +36,7 @@ class Linear:
         out_first: the parameter is ``[out, in]``; else ``[in, out]``.
         bias: a vector ``[out]``, or None.
         addend: a value of the result's shape that is added, or None.
+        call: the node that takes ``x``, where ``node`` is only its result.
     """
 
     node: fx.Node
@@ -44,6 +45,7 @@ class Linear:
     out_first: bool
     bias: fx.Node | None = None
     addend: fx.Node | None = None
+    call: fx.Node | None = None
 
     @property
     def out_features(self) -> int:
@@ -91,7 +93,7 @@ def register_vendor_linear(
         if found is None or not isinstance(source, fx.Node):
             return None
         vector = held.get(bias) if bias else None
-        return Linear(result, source, *found, vector)
+        return Linear(result, source, *found, vector, call=call)
 
     _VENDOR[op] = adapter
 

@@ -62,10 +62,11 @@ class Region:
 
     def escapes(self) -> tuple[fx.Node, fx.Node] | None:
         """A value of the region and its user outside, if there is one."""
-        inside = {*self.nodes, self.second.node}
+        end = self.second.call or self.second.node
+        inside = {*self.nodes, end}
         for node in [*(f.node for f in self.firsts), *self.nodes]:
             for user in node.users:
-                if user not in inside or (user is self.second.node and node is not self.second.x):
+                if user not in inside or (user is end and node is not self.second.x):
                     return node, user
         return None
 

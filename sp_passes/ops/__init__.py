@@ -8,9 +8,11 @@ logical parameters: the ops find this rank's shard of them (``sp_passes.weights`
     all_gather      x [m, …]                            -> [tp_size * m, …]
     reduce_scatter  x [tp_size * m, …], one addend      -> [m, …]
     ag_gemm         x [m, …, k], weights                -> one [tp_size * m, …, n / tp_size] each
-                    (with gathered=True the gathered x comes last)
+                    (with gathered=True the gathered x comes last; x travels in its own dtype
+                    and is cast to that of a weight afterwards)
     gemm_rs         x [tp_size * m, …, k / tp_size], weight -> [m, …, n]
     local_shard     x full along layout.dim             -> this rank's part, a copy
+    gemm_gather, feature_to_token, token_to_feature     in ``features.py``
     prepare         every weight of a graph             -> a token that the ops above wait for
     agree           nothing; compares the ranks' plans where a graph has nothing to prepare
 
@@ -27,28 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _private
 from ..errors import ShardingError, SPError
 from ..layout import ShardLayout
-from . import unfused
+from . import features, unfused
+from .groups import group_of as group_of
 from .kernels import Call, choose
 
 _LIB = torch.library.Library("sp_passes", "DEF")
-
-
-def group_of(name: str, tp_size: int) -> Any:
-    """The process group ``name``, checked against the ``tp_size`` the graph was made for."""
-    if not name:
-        raise SPError(
-            "this graph was rewritten offline (SPConfig without a group) and cannot run on "
-            "several ranks; rewrite it with SPConfig(group=...)"
-        )
-    pg = _private.resolve_process_group(name)
-    if pg.size() != tp_size:
-        raise ShardingError(
-            f"the graph was rewritten for tp_size {tp_size}, group {name!r} has {pg.size()} ranks"
-        )
-    return pg
 
 
 def _gathered_shape(x: Tensor, tp_size: int) -> tuple[Any, ...]:
@@ -103,18 +90,29 @@ def _ag_gemm(
         None if b is None else resident(b, ShardLayout(0, cut.segments), pg)
         for b, cut in zip(biases, cuts, strict=True)
     ]
+    same = [i for i, w in enumerate(weights) if w.dtype == x.dtype]
     call = Call(
         "ag_gemm",
         x.device.type,
         x.dtype,
-        sum(cut.local_size(tp_size) for cut in cuts),
+        sum(cuts[i].local_size(tp_size) for i in same),
         x.shape[-1],
         x.shape[0] * tp_size,
         tp_size,
     )
-    full, *out = choose(call, kernel).run(
-        x, shards, vectors, [cut.dim == 0 for cut in cuts], pg, tp_size
+    full, *products = choose(call, kernel if same else "unfused").run(
+        x,
+        [shards[i] for i in same],
+        [vectors[i] for i in same],
+        [cuts[i].dim == 0 for i in same],
+        pg,
+        tp_size,
     )
+    made = dict(zip(same, products, strict=True))
+    for i in set(range(len(weights))) - made.keys():
+        wide = full.to(weights[i].dtype)
+        made[i] = unfused.linear(wide, shards[i], vectors[i], cuts[i].dim == 0)
+    out = [made[i] for i in range(len(weights))]
     return [*out, full] if gathered else out
 
 
@@ -198,7 +196,7 @@ def _ag_gemm_fake(
 ) -> list[Tensor]:
     rows = _gathered_shape(x, tp_size)
     out = [
-        x.new_empty((*rows[:-1], _out_features(w, layout, tp_size)))
+        x.new_empty((*rows[:-1], _out_features(w, layout, tp_size)), dtype=w.dtype)
         for w, layout in zip(weights, layouts, strict=True)
     ]
     return [*out, x.new_empty(rows)] if gathered else out
@@ -299,7 +297,7 @@ _LIB.define("agree" + _AGREE, tags=(torch.Tag.pt2_compliant_tag,))
 _LIB.impl("agree", _agree, "CompositeExplicitAutograd")
 torch.library.register_fake("sp_passes::agree", _agree_fake, lib=_LIB)
 
-for _name, (_schema, _real, _fake) in _SIGNATURES.items():
+for _name, (_schema, _real, _fake) in {**_SIGNATURES, **features.SIGNATURES}.items():
     _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sp_passes::{_name}", _fake, lib=_LIB)

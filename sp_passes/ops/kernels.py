@@ -18,7 +18,7 @@ import torch
 from ..errors import SPError
 from . import unfused
 
-OPS = ("ag_gemm", "gemm_rs")
+OPS = ("ag_gemm", "gemm_rs", "gemm_gather")
 
 
 @dataclass(frozen=True)
