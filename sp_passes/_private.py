@@ -37,6 +37,11 @@ def all_gather_into(out: torch.Tensor, mine: torch.Tensor, pg: Any) -> None:
     gather(out, mine, group=pg)
 
 
+def device_types(pg: Any) -> set[str]:
+    """Device types whose tensors the group's backends move."""
+    return {d.type for d in getattr(pg, "_device_types", [torch.device("cpu")])}
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage behind ``tensor``; stays the same when it is resized."""
     return tensor.untyped_storage()._cdata

@@ -58,8 +58,7 @@ def _text_hash(text: str) -> int:
 
 def _device(pg: Any) -> torch.device:
     """A device that the group's backend can send from."""
-    types = {d.type for d in pg._device_types}
-    if "cpu" in types or not torch.cuda.is_available():
+    if "cpu" in _private.device_types(pg) or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

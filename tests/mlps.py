@@ -209,12 +209,13 @@ def rms_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def worst_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest of ``wanted``."""
+    """Largest difference, relative to the largest of ``wanted`` (at least one)."""
     if found.shape != wanted.shape:
         raise AssertionError(f"shape {list(found.shape)} instead of {list(wanted.shape)}")
     if wanted.numel() == 0:
         return 0.0
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    scale = max(1.0, float(wanted.abs().max()))
+    return float((found.double() - wanted.double()).abs().max()) / scale
 
 
 def exact(module: nn.Module, *args: Any, dtype: torch.dtype = torch.float64) -> Any:

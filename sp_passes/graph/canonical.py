@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .values import args, copy_origin, dtype, is_tensor, shape, static, value
+from .values import args, copy_origin, dtype, is_tensor, same_shape, shape, static, value
 
 aten = torch.ops.aten
 _END = 2**62
@@ -67,13 +66,6 @@ def _call(graph: fx.Graph, old: fx.Node, target: Any, inputs: tuple[Any, ...]) -
     copy_origin(new, old)
     new.meta["val"] = value(old)
     return new
-
-
-def same_shape(a: fx.Node, b: fx.Node) -> bool:
-    one, two = shape(a), shape(b)
-    return len(one) == len(two) and all(
-        x is y or statically_known_true(x == y) for x, y in zip(one, two, strict=True)
-    )
 
 
 def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

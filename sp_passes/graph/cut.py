@@ -35,6 +35,9 @@ class Cut:
         width = region.second.in_features
         if width % tp_size:
             raise NotLocal(f"width {width} by tp_size {tp_size}", "not divisible")
+        if width == tp_size > 1:
+            # Sizes of one look like added dimensions to the placement rules.
+            raise NotLocal(f"width {width} leaves one feature to a rank", "too narrow")
         self.block = width // tp_size
         self._axes: dict[fx.Node, tuple[int, np.ndarray]] = {}
         for node, lanes in [*region.lanes.items(), *region.vectors.items()]:

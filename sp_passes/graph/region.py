@@ -23,7 +23,7 @@ from torch import fx
 
 from . import params
 from .linears import Linear
-from .values import args, is_tensor, product, shape, static
+from .values import args, is_tensor, product, same_shape, shape, static
 
 aten = torch.ops.aten
 Lanes = np.ndarray
@@ -182,7 +182,7 @@ def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
         has_rows = missing == 0 and rows and (static(rows[0]) != 1 or not _is_constant(operand))
         if all(static(f) == 1 for f in padded):
             (region.rows if has_rows else region.scalars).append(operand)
-        elif tuple(padded) != lanes.shape:
+        elif tuple(map(static, padded)) != lanes.shape:
             raise NotLocal(
                 f"{operand.name} with feature shape {list(padded)} is broadcast over "
                 f"{list(lanes.shape)} in {node.name}"
@@ -211,7 +211,7 @@ def _through_expand(operand: fx.Node, node: fx.Node, lanes: Lanes) -> fx.Node:
     source = args(operand)[0]
     assert isinstance(source, fx.Node)
     others = [n for n in node.all_input_nodes if n is not operand and is_tensor(n)]
-    if any(shape(n) == shape(node) for n in others):
+    if any(same_shape(n, node) for n in others):
         return source
     raise NotLocal(f"{operand.name} is a broadcast value on its own")
 

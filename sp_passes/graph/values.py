@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..errors import SPError
 
@@ -37,6 +38,14 @@ def shape(node: fx.Node) -> tuple[Any, ...]:
             "sp_passes.trace or make_fx on fake tensors"
         )
     return tuple(val.shape)
+
+
+def same_shape(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors surely have equal sizes. Never adds a guard."""
+    one, two = shape(a), shape(b)
+    return len(one) == len(two) and all(
+        x is y or statically_known_true(x == y) for x, y in zip(one, two, strict=True)
+    )
 
 
 def is_tensor(node: Any) -> bool:
