@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -42,11 +43,15 @@ class RankError(SPError):
     Attributes:
         summary: the message's first line.
         failures: traceback of each rank that raised.
+        expected: the rank raised an SPError, whose message says it all.
     """
 
-    def __init__(self, summary: str, failures: dict[int, str] | None = None) -> None:
+    def __init__(
+        self, summary: str, failures: dict[int, str] | None = None, expected: bool = False
+    ) -> None:
         self.summary = summary
         self.failures = failures or {}
+        self.expected = expected
         tail = "".join(f"\n--- rank {r} ---\n{text}" for r, text in self.failures.items())
         super().__init__(summary + tail)
 
@@ -111,6 +116,7 @@ def run_ranks(
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks: list[_Rank] = []
     try:
+        _start_tracker()
         with _spawning():
             for number in range(world_size):
                 ranks.append(_start(number, world_size, store.port, fn, args, timeout))
@@ -144,6 +150,22 @@ def _start(
     process.start()
     theirs.close()
     return _Rank(number, process, mine)
+
+
+def _start_tracker() -> None:
+    """Start Python's helper that frees the semaphores of killed ranks, and keep it quiet.
+
+    It takes its warning filters from the environment it starts in.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{before + ',' if before else ''}ignore:resource_tracker"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 @contextmanager
@@ -199,17 +221,15 @@ def _read_rest(ranks: list[_Rank], notify: Notify | None) -> None:
 def _failure(ranks: list[_Rank]) -> RankError:
     """The error to raise; a rank that only lost its peers is not the one to blame."""
     failed = {r.number: r.outcome[1] for r in ranks if r.outcome and r.outcome[0] == "error"}
-    if not failed:
-        dead = next(r for r in ranks if r.outcome and r.outcome[0] == "died")
-        code = dead.outcome[1] if dead.outcome else None
-        return RankError(f"rank {dead.number} of {len(ranks)} died with exit code {code}")
-    own = [r for r, (line, _) in failed.items() if "onnection" not in line]
+    dead = {r.number: r.outcome[1] for r in ranks if r.outcome and r.outcome[0] == "died"}
+    own = [number for number, (line, _, _) in failed.items() if "onnection" not in line]
+    if dead and not own:
+        number, code = next(iter(dead.items()))
+        return RankError(f"rank {number} of {len(ranks)} died with exit code {code}")
     first = own[0] if own else next(iter(failed))
-    line, text = failed[first]
-    return RankError(
-        f"rank {first} of {len(ranks)} failed: {line}",
-        {first: text, **{r: t for r, (_, t) in failed.items() if r in own}},
-    )
+    line, _, expected = failed[first]
+    texts = {r: text for r, (_, text, _) in failed.items() if r == first or r in own}
+    return RankError(f"rank {first} of {len(ranks)} failed: {line}", texts, expected)
 
 
 # --- in the rank ------------------------------------------------------------------------
@@ -233,7 +253,8 @@ def _enter(data: bytes, pipe: Connection) -> None:
         message = pickle.dumps(outcome)
     except BaseException as err:
         line = f"{type(err).__name__}: {err}".partition("\n")[0]
-        message = pickle.dumps(("error", (line, traceback.format_exc())))
+        what = (line, traceback.format_exc(), isinstance(err, SPError))
+        message = pickle.dumps(("error", what))
     pipe.send_bytes(message)
     pipe.close()
 

@@ -10,6 +10,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ def compile_cost(notify: Notify | None = None) -> CompileCost:
 def _compile_in_rank(rank: int, world: int) -> CompileCost:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     inductor_config().compile_threads = 1
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     for run in range(-1, COMPILE_RUNS):  # the first pair warms the process up
         if rank == 0:
             tell(f"pair {run + 1} of {COMPILE_RUNS}")
@@ -166,6 +168,7 @@ def _first_call(with_pass: bool, rank: int) -> float:
             compile(model, SPConfig(group=dist.group.WORLD))(x)
         else:
             torch.compile(model)(x)
+        dist.barrier()  # the rewritten one waits for the other rank anyway
         return time.perf_counter() - start
 
 

@@ -66,7 +66,7 @@ def _sizes_table(reports: dict[int, Report]) -> Any:
             (name, show.gib(whole), *(show.gib(k.saved) if k else "-" for k in found.values()))
         )
     head = ("weights", ">replicated", *(f">TP{tp}" for tp in reports))
-    return show.table("GiB of weights on one rank: held when replicated, saved by rewriting at", head, rows)
+    return show.table("GiB of weights on one rank: held when replicated, saved at", head, rows)
 
 
 def _in_a_rank(rank: int, world: int) -> tuple[Timed, Numbers]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands end: 0, 1 for a difference found, 2 for a wrong argument, 130 for Ctrl-C."""
+"""How commands end: 0; 1 for a difference or a crash; 2 for a wrong argument; 130 for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from typing import Any, TypeVar
 import typer
 
 from ..errors import SPError
+from ..ranks import RankError
 
-WRONG_ARGUMENT, INTERRUPTED = 2, 130
+CRASHED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def one_line(err: SPError) -> str:
-    """The message without a traceback that it may carry."""
-    return str(getattr(err, "summary", err)).replace("\n", " ")
 
 
 def handled(command: F) -> F:
@@ -28,8 +24,11 @@ def handled(command: F) -> F:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
+        except RankError as err:
+            print(f"sp-passes: error: {err.summary if err.expected else err}", file=sys.stderr)
+            raise typer.Exit(WRONG_ARGUMENT if err.expected else CRASHED) from None
         except SPError as err:
-            print(f"sp-passes: error: {one_line(err)}", file=sys.stderr)
+            print(f"sp-passes: error: {' '.join(str(err).split())}", file=sys.stderr)
             raise typer.Exit(WRONG_ARGUMENT) from None
         except KeyboardInterrupt:
             print("sp-passes: interrupted", file=sys.stderr)

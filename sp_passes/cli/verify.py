@@ -29,7 +29,7 @@ def run(model: str, tp: int, tokens: int | None, dtype: str, layers: int, as_jso
             timeout=TIMEOUT,
             notify=lambda rank, text: say(text),
         )
-    found = shrunken.worst(per_rank)
+    found = shrunken.merged(per_rank, dtype)
     ok = all(c.ok for c in found)
     if as_json:
         rows = [{**asdict(c), "ok": c.ok} for c in found]
