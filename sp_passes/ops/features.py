@@ -23,7 +23,7 @@ from ..errors import ShardingError
 from ..layout import ShardLayout
 from . import unfused
 from .groups import group_of
-from .kernels import Call, choose, register_kernel
+from .kernels import Call, barred, choose, register_kernel
 
 
 def restore(parts: Tensor, segments: tuple[int, ...], tp_size: int) -> Tensor:
@@ -70,6 +70,7 @@ def gemm_gather(
     segments: tuple[int, ...],
     pg: dist.ProcessGroup,
     tp_size: int,
+    barrier: bool = False,
 ) -> Tensor:
     """Own output features of all rows, then everyone's."""
     mine = unfused.linear(x, weight, bias, out_first)
@@ -92,6 +93,7 @@ def _gemm_gather(
     group: str,
     tp_size: int,
     kernel: str = "auto",
+    barrier: bool = False,
 ) -> Tensor:
     from ..weights import resident
 
@@ -110,7 +112,7 @@ def _gemm_gather(
         tp_size,
     )
     run = choose(call, kernel).run
-    out = run(x, shard, vector, cut.dim == 0, cut.segments, pg, tp_size)
+    out = run(x, shard, vector, cut.dim == 0, cut.segments, pg, tp_size, **barred(barrier))
     if tuple(out.shape) != shape:
         raise ShardingError(f"gemm_gather gathered {list(out.shape)}, needs {list(shape)}")
     return out
@@ -133,9 +135,7 @@ def _token_to_feature(x: Tensor, group: str, tp_size: int) -> Tensor:
 # --- shapes -----------------------------------------------------------------------------
 
 
-def _product_shape(
-    x: Tensor, weight: Tensor, cut: ShardLayout, tp_size: int
-) -> tuple[Any, ...]:
+def _product_shape(x: Tensor, weight: Tensor, cut: ShardLayout, tp_size: int) -> tuple[Any, ...]:
     cut.require(weight)
     cut.local_size(tp_size)
     if x.shape[-1] != weight.shape[1 - cut.dim]:
@@ -180,6 +180,7 @@ def _gemm_gather_fake(
     group: str,
     tp_size: int,
     kernel: str = "auto",
+    barrier: bool = False,
 ) -> Tensor:
     return x.new_empty(_product_shape(x, weight, ShardLayout.parse(layout), tp_size))
 
@@ -195,7 +196,7 @@ def _token_to_feature_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
 SIGNATURES: dict[str, tuple[str, Any, Any]] = {
     "gemm_gather": (
         "(Tensor x, Tensor weight, Tensor? bias, str layout, Tensor? ready, str group,"
-        ' int tp_size, str kernel="auto") -> Tensor',
+        ' int tp_size, str kernel="auto", bool barrier=False) -> Tensor',
         _gemm_gather,
         _gemm_gather_fake,
     ),
