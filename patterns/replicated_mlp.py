@@ -69,7 +69,7 @@ def find(ctx: Context) -> Iterator[Site]:
         site = Site(NAME, nodes, Match(second, firsts, region), (*weights, second.weight))
         sharded = _already_sharded(ctx, site)
         site.reason = reason and (sharded or reason)
-        site.claims = region is not None and sharded is None
+        site.claims = region is not None and sharded is None and region.escapes() is None
         yield site
 
 

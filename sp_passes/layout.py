@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a weight is cut over the ranks: one dimension, segment by segment.
+"""How a weight is cut over the ranks: one dimension, segment by segment; or not at all.
 
 A merged weight (gate and up; q_a and kv_a) holds several logical matrices, its
 segments. Rank r takes the r-th block of *each* segment, not the r-th block of the
@@ -17,6 +17,7 @@ import torch
 from .errors import ShardingError
 
 _TEXT = re.compile(r"S(\d+)\[(\d+(?:,\d+)*)\]")
+_LOCAL = re.compile(r"L([01])")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class ShardLayout:
     def local_size(self, tp_size: int) -> int:
         return sum(self.local_segments(tp_size))
 
+    def part_size(self, full: torch.Tensor, tp_size: int) -> int:
+        """Size along ``dim`` of one rank's part of ``full``."""
+        self.require(full)
+        return self.local_size(tp_size)
+
     def ranges(self, rank: int, tp_size: int) -> list[tuple[int, int]]:
         """``(start, length)`` along ``dim`` of each part that ``rank`` owns."""
         out, start = [], 0
@@ -102,3 +108,41 @@ class ShardLayout:
                 f"layout {self} needs {self.size} along dimension {self.dim}, "
                 f"found a tensor of shape {list(full.shape)}"
             )
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """A weight that is used as this rank holds it; written ``L0``, ``L1``.
+
+    The model sharded it itself, or every rank multiplies all of it: nothing is cut, proven
+    or released.
+
+    Args:
+        dim: the dimension that a ``ShardLayout`` would cut; tells the weight's orientation.
+    """
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"L{self.dim}"
+
+    def part_size(self, full: torch.Tensor, tp_size: int) -> int:
+        """Size along ``dim`` of this rank's part, which is all that ``full`` holds."""
+        if full.ndim <= self.dim:
+            raise ShardingError(
+                f"layout {self} needs a matrix, found a tensor of shape {list(full.shape)}"
+            )
+        return full.shape[self.dim]
+
+
+Layout = ShardLayout | LocalPart
+
+
+def parse(text: str) -> Layout:
+    """The layout that ``str(layout)`` wrote.
+
+    Raises:
+        ShardingError: ``text`` is neither ``S<dim>[<size>,…]`` nor ``L<dim>``.
+    """
+    found = _LOCAL.fullmatch(text)
+    return LocalPart(int(found[1])) if found else ShardLayout.parse(text)

@@ -86,7 +86,7 @@ def _permute(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         source, order = args(source)[0], [inner[d] for d in order]
     if order == list(range(ndim)):
         return source
-    if node.target is aten.permute.default and source is args(node)[0]:
+    if node.target is aten.permute.default and list(args(node)[1]) == order:
         return None
     return _call(graph, node, aten.permute.default, (source, order))
 
@@ -187,6 +187,7 @@ _RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _same_as_input,
     aten.expand.default: _same_as_input,
     aten.squeeze.dims: _same_as_input,
+    aten.squeeze.dim: _same_as_input,
     aten.alias.default: _same_as_input,
     aten.detach.default: _same_as_input,
     torch.ops.prims.convert_element_type.default: _cast,

@@ -120,3 +120,33 @@ def count(graph: fx.Graph) -> dict[str, int]:
     kinds = Counter(c.kind for c in collectives(graph))
     kinds.update(FUSED[n] for node in graph.nodes if (n := op_name(node)) in FUSED)
     return dict(kinds)
+
+
+def token_gather(node: fx.Node) -> Collective | None:
+    """The all-gather along dimension 0 whose usable value ``node`` is, or None."""
+    call = args(node)[0] if op_name(node) == f"{_TORCH}::wait_tensor" else node
+    found = read_collective(call)
+    is_gather = found is not None and found.kind == "all_gather" and found.dim == 0
+    return found if is_gather and found is not None and found.result is node else None
+
+
+def foreign(found: Collective, group: str, tp_size: int) -> str | None:
+    """Why a collective is not one of the tensor-parallel group ``group``, or None.
+
+    vLLM names its groups ``tp:0``, ``dp:0``, …; offline (``""``) any name is taken.
+    """
+    name = found.node.name
+    if found.size not in (None, tp_size):
+        return f"other group: {name} is over {found.size} ranks, not {tp_size}"
+    if op_name(found.node).startswith("vllm::"):
+        is_tp = str(found.group).partition(":")[0] == "tp"
+    else:
+        is_tp = not group or found.group == group
+    return None if is_tp else f"other group: {name} is over {found.group!r}, not {group!r}"
+
+
+def reduction(found: Collective) -> str:
+    """How a reduce-scatter or all-reduce combines the ranks' values; ``sum`` where unsaid."""
+    given = args(found.node)
+    named = op_name(found.node).startswith(_TORCH) and len(given) > 1
+    return str(given[1]).lower() if named else "sum"

@@ -175,7 +175,10 @@ def _cat(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _full(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A constant broadcasts, so that it needs neither rows nor width."""
+    """A constant broadcasts in a pointwise op, and so needs neither rows nor width there."""
+    for user in node.users:
+        if torch.Tag.pointwise not in getattr(user.target, "tags", ()):
+            raise NotLocal(f"{user.name} reads the constant {node.name} at its full size")
     return ([1] * len(shape(node)), args(node)[1]), dict(node.kwargs)
 
 

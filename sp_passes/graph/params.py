@@ -64,8 +64,8 @@ _CONTAINERS = {"_modules", "_parameters", "_buffers"}
 
 
 def fqn_of_source(source: str) -> str:
-    """``layers.0.mlp.weight`` from Dynamo's ``L['self']._modules['layers']…``."""
+    """``layers.0.mlp.weight`` from Dynamo's ``L['self']._modules['layers']…``, x from ``L['x']``."""
     parts = [a or b or c for a, b, c in _SOURCE.findall(source)]
-    if source.startswith(("L[", "G[")):
+    if source.startswith("G[") or source.startswith("L['self']"):
         parts = parts[1:]
     return ".".join(p for p in parts if p not in _CONTAINERS) or source
