@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops import decode
+from ..ops import decode, one_shot
 from ..ops.decode import Activation, Tiling, Workspace
 from .timing import host_us, relative_error, replay_us
 
@@ -46,7 +47,7 @@ def check(tokens: Iterable[int], tiling: Tiling | None = None) -> list[dict[str,
     rows = []
     for act in (SITU, Activation("silu"), Activation("situ", 4.0)):
         for dtype in decode.DTYPES if act is SITU else (torch.bfloat16,):
-            space = Workspace(torch.device("cuda"), inner, 32, decode.MAX_TOKENS)
+            space = Workspace(torch.device("cuda"), inner, decode.MAX_TOKENS)
             for m in tokens if act is SITU else (1, 33):
                 rows.append(_check_one(m, act, dtype, space, hidden, inner, tiling))
     return rows
@@ -58,11 +59,12 @@ def _check_one(
 ) -> dict[str, Any]:  # fmt: skip
     x, w1, w2 = draw(m, hidden, inner, hidden, dtype)
 
-    def run(rows: Tensor, phases: tuple[int, ...] = (0,)) -> Tensor:
+    def run(rows: Tensor, tiling: Tiling | None = tiling) -> Tensor:
         out = torch.full((rows.shape[0], hidden), float("nan"), device="cuda", dtype=dtype)
-        return decode.decode_mlp(rows, w1, w2, act, space, out, tiling, phases)
+        return decode.decode_mlp(rows, w1, w2, act, space, out, tiling)
 
     ref = activation(x.double() @ w1.double().T, act) @ w2.double().T
+    plain = tiling or decode.tiling_for(hidden, inner, hidden, decode.PROGRAMS) or Tiling()
     out = run(x)
     alone = run(x[m // 2 : m // 2 + 1])
     marked = x.clone()
@@ -72,7 +74,7 @@ def _check_one(
     return {
         "what": "decode_mlp", "m": m, "act": act.name, "dtype": str(dtype),
         "error": relative_error(out, ref),
-        "one_launch_equals_three": out.equal(run(x, (1, 2, 3))),
+        "overlap_changes_nothing": out.equal(run(x, replace(plain, overlap=False))),
         "same_bits_alone": alone[0].equal(out[m // 2]),
         "repeat_equal": all(out.equal(run(x)) for _ in range(20)),
         "nan_inf_stay": clean,
@@ -109,8 +111,8 @@ class Bench:
             for _ in range(SETS // 2)
         ]
         self.whole = [(w1, w2) for _, w1, w2 in whole]
-        self.space = Workspace(torch.device("cuda"), self.inner, 32, decode.MAX_TOKENS)
-        self.fused_act = torch.compile(activation, dynamic=False)
+        self.space = Workspace(torch.device("cuda"), self.inner, decode.MAX_TOKENS)
+        self.fused_act = torch.compile(activation, dynamic=True)
 
     @property
     def floor_us(self) -> float:
@@ -120,11 +122,11 @@ class Bench:
     def x(self, m: int) -> Tensor:
         return torch.randn(m, self.hidden, device="cuda", dtype=torch.bfloat16)
 
-    def decode_us(self, m: int, tiling: Tiling | None = None, phases: tuple = (0,)) -> float:
+    def decode_us(self, m: int, tiling: Tiling | None = None) -> float:
         x = self.x(m)
         out = torch.empty_like(x)
         return replay_us([
-            lambda w=w: decode.decode_mlp(x, *w, self.act, self.space, out, tiling, phases)
+            lambda w=w: decode.decode_mlp(x, *w, self.act, self.space, out, tiling)
             for w in self.shards
         ] * 2)  # fmt: skip
 
@@ -141,6 +143,15 @@ class Bench:
             decode.add_in_rank_order(parts, None, out)
 
         return replay_us([lambda w=w: step(w) for w in self.shards] * 2)
+
+    def one_shot_us(self, m: int) -> float:
+        """All-gather, MLP and reduce-scatter in five launches, peers being local buffers."""
+        device = torch.device("cuda")
+        shot = one_shot.loop_back(
+            device, self.tp, m // self.tp, self.hidden, self.hidden, self.inner
+        )
+        x = self.x(m // self.tp)
+        return replay_us([lambda w=w: shot.mlp(x, *w, self.act) for w in self.shards] * 2)
 
     def mm_pair(self, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return self.fused_act(x @ w1.T, self.act) @ w2.T
@@ -164,6 +175,7 @@ class Bench:
             times["decode_with_copies_us"] = self.step_us(
                 m, lambda x, a, b: decode.decode_mlp(x, a, b, self.act, self.space, None, tiling)
             )
+            times["one_shot_us"] = self.one_shot_us(m)
             times["mm_with_copies_us"] = self.step_us(m, self.mm_pair)
         return {
             "m": m, "floor_us": self.floor_us, **times,
@@ -180,16 +192,17 @@ class Bench:
 
 
 def sweep(bench: Bench, tokens: Iterable[int], tilings: Iterable[Tiling]) -> list[dict[str, Any]]:
-    """Time of each tiling, whole and by phase; a tiling that does not fit says why."""
+    """Time of each tiling; a tiling that does not fit says why."""
     rows = []
     for tiling in tilings:
         for m in tokens:
             row: dict[str, Any] = {"m": m, "tiling": vars(tiling).copy()}
             try:
                 row["us"] = bench.decode_us(m, tiling)
-                row["phases_us"] = [bench.decode_us(m, tiling, (p,)) for p in (1, 2, 3)]
             except Exception as err:
                 row["failed"] = f"{type(err).__name__}: {err}"[:200]
             rows.append(row)
-            print(row, flush=True)
+            same = vars(Tiling())
+            print(m, {k: v for k, v in vars(tiling).items() if v != same[k]}, row.get("us"),
+                  row.get("failed", ""), flush=True)  # fmt: skip
     return rows

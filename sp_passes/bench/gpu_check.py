@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import torch
 
 from ..ops.decode import Tiling
 from . import decode as decode_bench
+from . import kernels as kernels_bench
+from .kernels import TOKENS
+from .links import LINKS
 from .timing import ceilings, versions
 
 Results = dict[str, Any]
@@ -43,18 +47,18 @@ def part_decode_sweep(results: Results, full: bool) -> None:
     base = Tiling()
     grid = [
         base,
-        Tiling(warps=4),
-        Tiling(stages=8),
-        Tiling(stages=4),
-        Tiling(bk=128, stages=4, stages2=3, bk2=128),
-        Tiling(prefetch=False),
-        Tiling(pairs=32, splits=5),
-        Tiling(pairs=32, splits=11, warps=4, stages=6),
-        Tiling(pairs=64, splits=22, warps=4, stages=4),
-        Tiling(pairs=128, splits=22, stages=5),
-        Tiling(rows=128),
+        replace(base, overlap=False),
+        replace(base, stages=6),
+        replace(base, stages=9),
+        replace(base, warps=8),
+        replace(base, warps2=8),
+        replace(base, bk=128, stages=6),
+        replace(base, stages2=4),
+        replace(base, splits=4),
+        replace(base, splits=10, stages=6),
+        replace(base, pairs=64, splits=10, warps=8),
     ]
-    results["decode_sweep"] = decode_bench.sweep(bench, (64,), grid)
+    results["decode_sweep"] = decode_bench.sweep(bench, (16, 64, 128), grid)
 
 
 def part_decode(results: Results, full: bool) -> None:
@@ -67,11 +71,19 @@ def part_decode(results: Results, full: bool) -> None:
     results["decode_host_us"] = bench.host(64)
 
 
+def part_stand_in(results: Results, full: bool) -> None:
+    for link in LINKS:
+        found = kernels_bench.run(tokens=TOKENS if full else (1024, 4096), link=link)
+        results[f"kernels_{link}"] = found["rows"]
+        print(kernels_bench.table(found), flush=True)
+
+
 PARTS: dict[str, Callable[[Results, bool], None]] = {
     "ceilings": part_ceilings,
     "decode_check": part_decode_check,
     "decode_sweep": part_decode_sweep,
     "decode": part_decode,
+    "stand_in": part_stand_in,
 }
 
 

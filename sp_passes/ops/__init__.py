@@ -15,25 +15,34 @@ logical parameters: the ops find this rank's shard of them (``sp_passes.weights`
     gemm_gather, feature_to_token, token_to_feature     in ``features.py``
     prepare         every weight of a graph             -> a token that the ops above wait for
     agree           nothing; compares the ranks' plans where a graph has nothing to prepare
+    pp_send, pp_recv, token_shard, stage_input, stage_output: pipeline boundaries (``p2p``)
 
-A layout says how a weight is cut (``ShardLayout``). Which dimension it cuts tells the
+A layout says how a weight is cut (``ShardLayout``), or that it is used as it is
+(``LocalPart``: the model sharded it itself). Which dimension it cuts tells the
 weight's orientation: ``ag_gemm`` cuts output features, so ``S0`` means ``[out, in]``
 and ``S1`` means ``[in, out]``; ``gemm_rs`` cuts input features, the other way round.
+
+``barrier=True`` says that no collective is proven to lie between this op and the one that
+uses the same workspace next (``ag_gemm``, ``gemm_gather``) or used it last (``gemm_rs``):
+an implementation that shares memory between ranks must keep them apart itself
+(``sp_passes.barriers``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardingError, SPError
-from ..layout import ShardLayout
-from . import features, unfused
+from ..layout import Layout, LocalPart, ShardLayout, parse
+from . import copy_engine as copy_engine
+from . import features, p2p, unfused
 from .groups import group_of as group_of
-from .kernels import Call, choose
+from .kernels import Call, barred, choose
 
 _LIB = torch.library.Library("sp_passes", "DEF")
 
@@ -53,9 +62,14 @@ def _scattered_rows(x: Tensor, tp_size: int) -> Any:
 
 
 def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
-    cut = ShardLayout.parse(layout)
-    cut.require(weight)
-    return cut.local_size(tp_size)
+    return parse(layout).part_size(weight, tp_size)
+
+
+def _part(weight: Tensor, layout: Layout, pg: Any) -> Tensor:
+    """What this rank multiplies by."""
+    from ..weights import resident
+
+    return weight if isinstance(layout, LocalPart) else resident(weight, layout, pg)
 
 
 # --- what each op computes --------------------------------------------------------------
@@ -80,14 +94,13 @@ def _ag_gemm(
     tp_size: int,
     kernel: str = "auto",
     gathered: bool = False,
+    barrier: bool = False,
 ) -> list[Tensor]:
-    from ..weights import resident
-
     pg = group_of(group, tp_size)
-    cuts = [ShardLayout.parse(text) for text in layouts]
-    shards = [resident(w, cut, pg) for w, cut in zip(weights, cuts, strict=True)]
+    cuts = [parse(text) for text in layouts]
+    shards = [_part(w, cut, pg) for w, cut in zip(weights, cuts, strict=True)]
     vectors = [
-        None if b is None else resident(b, ShardLayout(0, cut.segments), pg)
+        None if b is None else _part(b, replace(cut, dim=0), pg)
         for b, cut in zip(biases, cuts, strict=True)
     ]
     same = [i for i, w in enumerate(weights) if w.dtype == x.dtype]
@@ -95,18 +108,22 @@ def _ag_gemm(
         "ag_gemm",
         x.device.type,
         x.dtype,
-        sum(cuts[i].local_size(tp_size) for i in same),
+        sum(cuts[i].part_size(weights[i], tp_size) for i in same),
         x.shape[-1],
         x.shape[0] * tp_size,
         tp_size,
     )
-    full, *products = choose(call, kernel if same else "unfused").run(
+    row = choose(call, kernel if same else "unfused")
+    wanted = {"gathered": gathered or len(same) < len(weights)} if row.may_skip_gathered else {}
+    full, *products = row.run(
         x,
         [shards[i] for i in same],
         [vectors[i] for i in same],
         [cuts[i].dim == 0 for i in same],
         pg,
         tp_size,
+        **barred(barrier),
+        **wanted,
     )
     made = dict(zip(same, products, strict=True))
     for i in set(range(len(weights))) - made.keys():
@@ -125,13 +142,12 @@ def _gemm_rs(
     group: str,
     tp_size: int,
     kernel: str = "auto",
+    barrier: bool = False,
 ) -> Tensor:
-    from ..weights import resident
-
     _scattered_rows(x, tp_size)
     pg = group_of(group, tp_size)
-    cut = ShardLayout.parse(layout)
-    shard = resident(weight, cut, pg)
+    cut = parse(layout)
+    shard = _part(weight, cut, pg)
     out_first = cut.dim == 1
     call = Call(
         "gemm_rs",
@@ -142,7 +158,7 @@ def _gemm_rs(
         x.shape[0],
         tp_size,
     )
-    return choose(call, kernel).run(x, shard, bias, out_first, pg, tp_size)
+    return choose(call, kernel).run(x, shard, bias, out_first, pg, tp_size, **barred(barrier))
 
 
 def _local_shard(x: Tensor, layout: str, group: str, tp_size: int) -> Tensor:
@@ -193,6 +209,7 @@ def _ag_gemm_fake(
     tp_size: int,
     kernel: str = "auto",
     gathered: bool = False,
+    barrier: bool = False,
 ) -> list[Tensor]:
     rows = _gathered_shape(x, tp_size)
     out = [
@@ -211,13 +228,14 @@ def _gemm_rs_fake(
     group: str,
     tp_size: int,
     kernel: str = "auto",
+    barrier: bool = False,
 ) -> Tensor:
-    cut = ShardLayout.parse(layout)
-    cut.require(weight)
-    if x.shape[-1] != cut.local_size(tp_size):
+    cut = parse(layout)
+    width = cut.part_size(weight, tp_size)
+    if x.shape[-1] != width:
         raise ShardingError(
             f"gemm_rs got {x.shape[-1]} input features, layout {cut} over {tp_size} ranks "
-            f"leaves {cut.local_size(tp_size)}"
+            f"leaves {width}"
         )
     return x.new_empty((_scattered_rows(x, tp_size), *x.shape[1:-1], weight.shape[1 - cut.dim]))
 
@@ -268,13 +286,14 @@ _SIGNATURES: dict[str, tuple[str, Any, Any]] = {
     ),
     "ag_gemm": (
         "(Tensor x, Tensor[] weights, Tensor?[] biases, str[] layouts, Tensor? ready, str group,"
-        ' int tp_size, str kernel="auto", bool gathered=False) -> Tensor[]',
+        ' int tp_size, str kernel="auto", bool gathered=False, bool barrier=False)'
+        " -> Tensor[]",
         _ag_gemm,
         _ag_gemm_fake,
     ),
     "gemm_rs": (
         "(Tensor x, Tensor weight, Tensor? bias, str layout, Tensor? ready, str group,"
-        ' int tp_size, str kernel="auto") -> Tensor',
+        ' int tp_size, str kernel="auto", bool barrier=False) -> Tensor',
         _gemm_rs,
         _gemm_rs_fake,
     ),
@@ -297,7 +316,8 @@ _LIB.define("agree" + _AGREE, tags=(torch.Tag.pt2_compliant_tag,))
 _LIB.impl("agree", _agree, "CompositeExplicitAutograd")
 torch.library.register_fake("sp_passes::agree", _agree_fake, lib=_LIB)
 
-for _name, (_schema, _real, _fake) in {**_SIGNATURES, **features.SIGNATURES}.items():
+_ALL = {**_SIGNATURES, **features.SIGNATURES, **p2p.SIGNATURES}
+for _name, (_schema, _real, _fake) in _ALL.items():
     _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sp_passes::{_name}", _fake, lib=_LIB)
@@ -307,3 +327,5 @@ for _name, (_schema, _real, _fake) in {**_SIGNATURES, **features.SIGNATURES}.ite
         setup_context=_inference_only(_name),
         lib=_LIB,
     )
+
+p2p.register_last(_LIB)

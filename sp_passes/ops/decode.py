@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode MLP on one rank: ``activation(x @ W1.T) @ W2.T`` in one launch, few tokens.
+"""The decode MLP on one rank: ``activation(x @ W1.T) @ W2.T`` for few tokens.
 
 ``x`` are the gathered rows and the result is this rank's addend: gathering before and
 reducing after are the caller's. Needs Triton; ``why_not`` says what else.
@@ -7,7 +7,7 @@ reducing after are the caller's. Needs Triton; ``why_not`` says what else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,6 +17,11 @@ from torch import Tensor
 from ..errors import SPError
 
 MAX_TOKENS = 256
+MAX_SPLITS = 16
+# Programs of a launch that fill an H100 or H200 once; fixed, so that results do not depend on it.
+PROGRAMS = 132
+# Shared memory for the tiles in flight; the rest of 227 KiB is for the launch behind.
+STAGE_BYTES = 160 << 10
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -35,17 +40,31 @@ class Activation:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes of the decode kernel (``decode_kernels``); programs = inner/pairs * splits."""
+    """Tile sizes of the decode kernels; see ``decode_kernels`` for what they cut.
 
-    pairs: int = 64
-    splits: int = 11
+    ``overlap``: programmatic dependent launches; False: plain ones.
+    """
+
+    pairs: int = 32
+    splits: int = 5
     bk: int = 64
+    warps: int = 4
+    stages: int = 12
     rows: int = 64
     bk2: int = 64
-    warps: int = 8
-    stages: int = 6
-    stages2: int = 5
-    prefetch: bool = True
+    warps2: int = 4
+    stages2: int = 8
+    overlap: bool = True
+
+    def fitted(self, tok: int, itemsize: int) -> Tiling:
+        """With as many stages as fit the shared memory beside ``tok`` tokens."""
+        bytes1 = (2 * self.pairs + tok) * self.bk * itemsize
+        bytes2 = (self.rows + tok) * self.bk2 * itemsize
+        return replace(
+            self,
+            stages=max(2, min(self.stages, STAGE_BYTES // bytes1)),
+            stages2=max(2, min(self.stages2, STAGE_BYTES // bytes2)),
+        )
 
 
 @cache
@@ -65,15 +84,11 @@ def token_block(tokens: int) -> int:
 @lru_cache(maxsize=256)
 def tiling_for(k: int, inner: int, hidden: int, programs: int) -> Tiling | None:
     """Tiles for these shapes; a function of the shapes alone, so results do not depend on M."""
-    for pairs in (64, 32):
-        if inner % pairs:
-            continue
-        tiles = inner // pairs
-        splits = min(programs // tiles, k // 64, 32)
-        if splits < 1 or hidden % 64 or inner % 64 or k % 64:
-            continue
-        return Tiling(pairs=pairs, splits=splits)
-    return None
+    if hidden % 64 or inner % 64 or k % 64:
+        return None
+    blocks = k // 64
+    splits = max(1, min(programs // (inner // 32), blocks, MAX_SPLITS))
+    return Tiling(splits=splits)
 
 
 def why_not(tokens: int, k: int, inner: int, hidden: int, dtype: torch.dtype) -> str | None:
@@ -84,21 +99,23 @@ def why_not(tokens: int, k: int, inner: int, hidden: int, dtype: torch.dtype) ->
         return f"dtype {dtype}; it takes bfloat16 and float16"
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; it is for at most {MAX_TOKENS}"
-    if tiling_for(k, inner, hidden, 132) is None:
+    if tiling_for(k, inner, hidden, PROGRAMS) is None:
         return f"sizes {k}, {inner}, {hidden} are not multiples of 64"
     return None
 
 
 class Workspace:
-    """Buffers of the decode kernel on one device; one kernel at a time may use them.
+    """Buffers of the decode kernels on one device; one MLP at a time may use them.
 
     Args:
         inner: most inner features of a shard.
-        splits: most splits of K.
         tokens: most tokens.
+        splits: most splits of K.
     """
 
-    def __init__(self, device: torch.device, inner: int, splits: int, tokens: int) -> None:
+    def __init__(
+        self, device: torch.device, inner: int, tokens: int, splits: int = MAX_SPLITS
+    ) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise SPError(
                 "the workspace of the decode kernel cannot be allocated inside a CUDA graph "
@@ -107,16 +124,6 @@ class Workspace:
         tokens = token_block(tokens)
         self.part = torch.empty(2 * inner * splits * tokens, dtype=torch.float32, device=device)
         self.hidden = torch.empty(inner * tokens, dtype=torch.bfloat16, device=device)
-        self._counters: dict[tuple[int, int], Tensor] = {}
-        self._device = device
-
-    def counters(self, tiles: int, splits: int) -> Tensor:
-        """Arrival counts of one grid; they only grow, so each grid has its own."""
-        found = self._counters.get((tiles, splits))
-        if found is None:
-            found = torch.zeros(1 + tiles, dtype=torch.int64, device=self._device)
-            self._counters[tiles, splits] = found
-        return found
 
 
 def decode_mlp(
@@ -127,7 +134,6 @@ def decode_mlp(
     workspace: Workspace,
     out: Tensor | None = None,
     tiling: Tiling | None = None,
-    phases: tuple[int, ...] = (0,),
 ) -> Tensor:
     """This rank's addend of the MLP.
 
@@ -135,7 +141,6 @@ def decode_mlp(
         x: ``[tokens, k]``, rows contiguous.
         w1: ``[2 * inner, k]``, gate rows then up rows.
         w2: ``[hidden, inner]``.
-        phases: ``(0,)`` for one launch; ``(1, 2, 3)`` for one launch each.
 
     Returns:
         ``[tokens, hidden]`` in the dtype of ``x``.
@@ -144,30 +149,34 @@ def decode_mlp(
 
     tokens, k = x.shape
     inner, hidden = w1.shape[0] // 2, w2.shape[0]
-    tiling = tiling or tiling_for(k, inner, hidden, 132)
+    tiling = tiling or tiling_for(k, inner, hidden, PROGRAMS)
     if tiling is None:
         raise SPError(f"the decode kernel has no tiling for {k}, {inner}, {hidden}")
     if out is None:
         out = x.new_empty((tokens, hidden))
     if tokens == 0:
         return out
-    tiles, tok = inner // tiling.pairs, token_block(tokens)
-    chunk = 1 << (-(-tiling.pairs * tok // tiling.splits) - 1).bit_length()
-    options: dict[str, Any] = {"num_warps": tiling.warps}
-    for phase in phases:
-        if phase == 0:
-            options["launch_cooperative_grid"] = True
-        programs = hidden // tiling.rows if phase == 3 else tiles * tiling.splits
-        code.decode_mlp[(programs,)](
-            x, w1, w2, out, workspace.part, workspace.hidden.view(x.dtype),
-            workspace.counters(tiles, tiling.splits), tokens, k, inner, hidden,
-            act.beta, act.linear_beta or 1.0,
-            SITU=act.name == "situ", CLIP=act.linear_beta is not None,
-            PAIRS=tiling.pairs, SPLITS=tiling.splits, BK=tiling.bk, ROWS=tiling.rows,
-            BK2=tiling.bk2, TOK=tok, CHUNK=chunk, STAGES=tiling.stages,
-            STAGES2=tiling.stages2, PHASE=phase, PREFETCH=tiling.prefetch and phase == 0,
-            **options,
-        )  # fmt: skip
+    tok, tiles = token_block(tokens), inner // tiling.pairs
+    t = tiling.fitted(tok, x.element_size())
+    between = workspace.hidden.view(x.dtype)
+    pdl = t.overlap and x.is_cuda
+    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    code.first[(tiles * t.splits,)](
+        x, w1, workspace.part, tokens, k, inner,
+        PAIRS=t.pairs, SPLITS=t.splits, BK=t.bk, TOK=tok, STAGES=t.stages,
+        PDL=pdl, num_warps=t.warps, **launch,
+    )  # fmt: skip
+    chunk = min(512, t.pairs * tok)
+    code.combine[(inner * tok // chunk,)](
+        workspace.part, between, inner, act.beta, act.linear_beta or 1.0,
+        SITU=act.name == "situ", CLIP=act.linear_beta is not None, PAIRS=t.pairs,
+        SPLITS=t.splits, TOK=tok, CHUNK=chunk, PDL=pdl, num_warps=4, **launch,
+    )  # fmt: skip
+    code.second[(hidden // t.rows,)](
+        between, w2, out, tokens, inner, hidden,
+        ROWS=t.rows, BK=t.bk2, TOK=tok, STAGES=t.stages2,
+        PDL=pdl, num_warps=t.warps2, **launch,
+    )  # fmt: skip
     return out
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation runs an op: a table, asked once per kind of call.
 
-A fused kernel is one more :func:`register_kernel`. Rows are tried in the order of
-their preference, highest first; ``kernels="auto"`` takes the first that supports the
-call, a name takes that one, or raises with the reason it does not apply.
+A fused kernel is one more :func:`register_kernel`. ``kernels="auto"`` takes the kernel that
+was measured fastest for the call (``tuned``), and where nothing was measured the supported
+one of highest preference: unfused, since the fused ones register below it. A name takes
+that kernel, or raises with the reason it does not apply.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import SPError
-from . import unfused
+from . import tuned, unfused
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_gather")
 
@@ -40,13 +41,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row: ``why_not`` returns the reason a call is not supported, or None."""
+    """One row: ``why_not`` returns the reason a call is not supported, or None.
+
+    ``may_skip_gathered``: an ag_gemm that takes ``gathered=False`` when nobody reads the
+    gathered tokens, and then may return anything in their place.
+    """
 
     name: str
     op: str
     run: Callable[..., Any]
     why_not: Callable[[Call], str | None]
     preference: int = field(default=0)
+    may_skip_gathered: bool = field(default=False)
 
 
 _TABLE: dict[tuple[str, str], Kernel] = {}
@@ -58,17 +64,28 @@ def register_kernel(
     run: Callable[..., Any],
     why_not: Callable[[Call], str | None] = lambda call: None,
     preference: int = 0,
+    may_skip_gathered: bool = False,
 ) -> None:
     """Add an implementation of ``op``; it has the signature of the one in ``unfused``."""
     if op not in OPS:
         raise SPError(f"no op {op!r} to register a kernel for; there are {', '.join(OPS)}")
-    _TABLE[op, name] = Kernel(name, op, run, why_not, preference)
+    _TABLE[op, name] = Kernel(name, op, run, why_not, preference, may_skip_gathered)
     choose.cache_clear()
+
+
+def barred(barrier: bool) -> dict[str, bool]:
+    """The argument for a kernel; only one that may have to wait needs to know of it."""
+    return {"barrier": True} if barrier else {}
 
 
 def kernel_names() -> tuple[str, ...]:
     """Names that ``SPConfig.kernels`` may take."""
     return ("auto", *sorted({name for _, name in _TABLE}))
+
+
+def has_kernel(target: Any, name: str) -> bool:
+    """Whether a kernel of that name was registered for the op ``target``."""
+    return (str(getattr(target, "__name__", "")).partition(".")[0], name) in _TABLE
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +105,10 @@ def choose(call: Call, requested: str) -> Kernel:
             raise SPError(f"kernel {requested!r} does not support {call}: {reason}")
         return rows[0]
     usable = [k for k in rows if k.why_not(call) is None]
+    measured = tuned.winner(call)
+    for kernel in usable:
+        if kernel.name == measured:
+            return kernel
     return max(usable, key=lambda k: (k.preference, k.name))
 
 

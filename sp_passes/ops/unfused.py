@@ -5,6 +5,8 @@ Reductions add the ranks' parts in rank order in float32, so that the sum of a t
 depends neither on the rank that owns it nor on the tokens beside it (DESIGN §5.8).
 An NCCL or gloo reduce-scatter promises neither; moving the parts with an all-to-all
 costs the same bytes.
+
+Nothing here shares memory between ranks, so ``barrier`` changes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _private
+from .decode import add_in_rank_order, triton_missing
 
 
 def all_gather(x: Tensor, pg: dist.ProcessGroup, tp_size: int) -> Tensor:
@@ -43,6 +46,9 @@ def reduce_scatter(
     else:
         dist.all_to_all_single(parts, x.contiguous(), group=pg)
     parts = parts.view(tp_size, rows, *x.shape[1:])
+    if x.is_cuda and x.is_floating_point() and triton_missing() is None:
+        flat = parts.view(tp_size, rows, -1)
+        return add_in_rank_order(flat, None, dtype=dtype).view(rows, *x.shape[1:])
     if x.is_floating_point():
         total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
     else:
@@ -78,6 +84,7 @@ def ag_gemm(
     out_first: Sequence[bool],
     pg: dist.ProcessGroup,
     tp_size: int,
+    barrier: bool = False,
 ) -> list[Tensor]:
     """The gathered tokens, then their product with each weight."""
     full = all_gather(x, pg, tp_size)
@@ -92,6 +99,7 @@ def gemm_rs(
     out_first: bool,
     pg: dist.ProcessGroup,
     tp_size: int,
+    barrier: bool = False,
 ) -> Tensor:
     """Sum over ranks of ``x @ weight``; this rank keeps its tokens. Bias is added once."""
     part = partial_linear(x, weight, out_first)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the fused ops on several processes that share one GPU, or have one each.
+
+    python -m sp_passes.bench.multirank --ranks 2,4,8 --out FILE [--full]
+
+Sharing one GPU (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1) the processes are time-sliced:
+results count there, times do not. Every rank can draw every rank's inputs from a seed, so
+references need no communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from ..ops import one_shot
+from ..ops.decode import MAX_TOKENS
+from .decode import SITU, activation
+from .timing import relative_error, versions
+
+Row = dict[str, Any]
+# (n, k) of this rank's weight at TP8: KDA, MLA and shared-expert inputs; q_a+kv_a.
+AG_SHAPES = ((6288, 7168), (3648, 7168), (1536, 7168), (2112, 7168))
+RS_SHAPES = ((7168, 768), (7168, 1536))
+
+
+def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from ..ops.kernels import _TABLE
+
+    return _TABLE["ag_gemm", name].run, _TABLE["gemm_rs", name].run
+
+
+def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    made = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=made).to(dtype)
+
+
+class Case:
+    """One group, one kernel: draws inputs, runs the op, compares with float64."""
+
+    def __init__(self, pg: Any, kernel: str) -> None:
+        self.pg, self.kernel = pg, kernel
+        self.rank, self.size = pg.rank(), pg.size()
+        self.ag, self.rs = _kernels(kernel)
+
+    def inputs(self, seed: int, rows: int, k: int) -> list[Tensor]:
+        """Every rank's ``[rows, k]``, different on each; a NaN in one row, an Inf in another."""
+        all_rows = [_draw(seed * 64 + r, rows, k) for r in range(self.size)]
+        if rows > 1:
+            all_rows[1][0, 3] = float("nan")
+            all_rows[0][rows - 1, 4] = float("inf")
+        return all_rows
+
+    def ag_row(self, seed: int, rows: int, n: int, k: int, bias: bool) -> Row:
+        weights = [_draw(seed + 7, n, k) / k**0.5, _draw(seed + 8, k, 64) / k**0.5]
+        vector = _draw(seed + 9, n) if bias else None
+        xs = self.inputs(seed, rows, k)
+        full, out, small = self.ag(
+            xs[self.rank], weights, [vector, None], [True, False], self.pg, self.size
+        )
+        everyone = torch.cat(xs)
+        ref = everyone.double() @ weights[0].double().T
+        if vector is not None:
+            ref = ref + vector.double()
+        return self._row("ag_gemm", rows * self.size, n, k) | {
+            "error": _finite_error(out, ref),
+            "error_second": _finite_error(small, everyone.double() @ weights[1].double()),
+            "gathered_equal": _same(full, everyone),
+            "nan_inf_stay": _same_places(out, ref),
+        }
+
+    def rs_row(self, seed: int, rows: int, n: int, k: int, bias: bool) -> Row:
+        """Rank r's addend is its own ``[size * rows, k]`` times its own weight."""
+        xs = [_draw(seed * 64 + r, self.size * rows, k) for r in range(self.size)]
+        ws = [_draw(seed * 64 + 32 + r, n, k) / k**0.5 for r in range(self.size)]
+        if rows > 1:
+            xs[1][0, 3] = float("nan")
+        vector = _draw(seed + 9, n) if bias else None
+        out = self.rs(xs[self.rank], ws[self.rank], vector, True, self.pg, self.size)
+        mine = slice(self.rank * rows, (self.rank + 1) * rows)
+        ref = torch.zeros(rows, n, dtype=torch.float64, device="cuda")
+        for x, w in zip(xs, ws, strict=True):
+            ref += x[mine].double() @ w.double().T
+        if vector is not None:
+            ref += vector.double()
+        return self._row("gemm_rs", rows * self.size, n, k) | {
+            "error": _finite_error(out, ref),
+            "nan_inf_stay": _same_places(out, ref),
+        }
+
+    def owner_row(self) -> Row:
+        """The same token at another place, owned by another rank, gives the same bits."""
+        rows, n, k = 8, 512, 256
+        weight = _draw(100 + self.rank, n, k) / k**0.5
+        x = _draw(500 + self.rank, self.size * rows, k)
+        turned = x.roll(rows, 0)
+        there = self.rs(turned, weight, None, True, self.pg, self.size)
+        here = self.rs(x, weight, None, True, self.pg, self.size)
+        everyone = [torch.empty_like(there).cpu() for _ in range(self.size)]
+        dist.all_gather(everyone, there.cpu(), group=self.pg)
+        moved = everyone[(self.rank + 1) % self.size]
+        return self._row("gemm_rs owner", rows * self.size, n, k) | {
+            "same_bits": moved.equal(here.cpu())
+        }
+
+    def race_row(self, calls: int, late: float = 0.0) -> Row:
+        """Back-to-back calls, other inputs each time, ranks sleeping at random or one late."""
+        rows, n, k = 5, 256, 512
+        weight, back = _draw(1, n, k) / k**0.5, _draw(2, k, n) / n**0.5
+        noise = random.Random(self.rank)
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for call in range(calls):
+            if late and self.rank == 1:
+                time.sleep(late)
+            elif not late and noise.random() < 0.05:
+                time.sleep(noise.random() * 2e-3)
+            xs = [_draw(call * 64 + r, rows, k) for r in range(self.size)]
+            full, out = self.ag(xs[self.rank], [weight], [None], [True], self.pg, self.size)
+            wrong += full.ne(torch.cat(xs)).any()
+            y = self.rs(out, back, None, True, self.pg, self.size)
+            ref = self.size * (xs[self.rank].double() @ weight.double().T @ back.double().T)
+            wrong += ((y.double() - ref).norm() / ref.norm()).gt(1e-2)
+        return self._row("late rank" if late else "race", rows * self.size, n, k) | {
+            "calls": calls, "wrong": int(wrong),
+        }  # fmt: skip
+
+    def graph_row(self, replays: int) -> Row:
+        """Capture for two batch sizes in one pool; replay with new inputs and new weights."""
+        n, k = 256, 512
+        weight, back = _draw(1, n, k) / k**0.5, _draw(2, k, n) / n**0.5
+        pool, graphs = None, []
+        for rows in (16, 3):
+            x = _draw(3, rows, k)
+            self.step(x, weight, back)
+            torch.cuda.synchronize()
+            dist.barrier(self.pg)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                y = self.step(x, weight, back)
+            pool = graph.pool()
+            graphs.append((rows, x, y, graph))
+        wrong = 0
+        for replay in range(replays):
+            rows, x, y, graph = graphs[replay % 2]
+            x.copy_(_draw(replay * 64 + self.rank, rows, k))
+            if replay % 10 == 9:
+                weight.copy_(_draw(replay, n, k) / k**0.5)
+            graph.replay()
+            wrong += not y.equal(self.step(x, weight, back))
+        return self._row("graph", 16 * self.size, n, k) | {"replays": replays, "wrong": wrong}
+
+    def step(self, x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
+        _, out = self.ag(x, [weight], [None], [True], self.pg, self.size)
+        out = self.rs(out, back, None, True, self.pg, self.size)
+        _, out = self.ag(out, [weight], [None], [True], self.pg, self.size)
+        return self.rs(out, back, None, True, self.pg, self.size)
+
+    def _row(self, what: str, m: int, n: int, k: int) -> Row:
+        return {"kernel": self.kernel, "ranks": self.size, "what": what, "m": m, "n": n, "k": k}
+
+
+def one_shot_row(pg: Any, rows: int, calls: int) -> Row:
+    """The decode MLP over the group: float64 reference, races, replay equal to eager."""
+    rank, size = pg.rank(), pg.size()
+    k, inner, n = 7168, 6144 // size, 7168
+    device = torch.device("cuda", torch.cuda.current_device())
+    shot = one_shot.for_group(pg, device, rows, k, n, inner)
+    w1s = [_draw(900 + r, 2 * inner, k) * (2 / k**0.5) for r in range(size)]
+    w2s = [_draw(950 + r, n, inner) / inner**0.5 for r in range(size)]
+    noise = random.Random(rank)
+    wrong, worst, last = 0, 0.0, None
+    for call in range(calls):
+        if noise.random() < 0.05:
+            time.sleep(noise.random() * 2e-3)
+        x = _draw(call * 64 + rank, rows, k)
+        last = shot.mlp(x, w1s[rank], w2s[rank], SITU)
+        if call % 25 == 0:
+            ref = sum(
+                activation(x.double() @ a.double().T, SITU) @ b.double().T
+                for a, b in zip(w1s, w2s, strict=True)
+            )
+            worst = max(worst, relative_error(last, ref))
+        wrong += not bool(last.isfinite().all())
+    torch.cuda.synchronize()
+    dist.barrier(pg)
+    static, graph = _draw(rank, rows, k), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = shot.mlp(static, w1s[rank], w2s[rank], SITU)
+    for replay in range(20):
+        static.copy_(_draw(replay * 64 + rank, rows, k))
+        graph.replay()
+        wrong += not out.equal(shot.mlp(static, w1s[rank], w2s[rank], SITU))
+    return {
+        "kernel": "one_shot", "ranks": size, "what": "decode MLP", "m": rows * size, "n": n,
+        "k": k, "calls": calls, "error": worst, "wrong": int(wrong),
+    }  # fmt: skip
+
+
+def _finite_error(out: Tensor, ref: Tensor) -> float:
+    fine = ref.isfinite()
+    return relative_error(out[fine], ref[fine])
+
+
+def _same_places(out: Tensor, ref: Tensor) -> bool:
+    return bool((out.isfinite() == ref.isfinite()).all())
+
+
+def _same(out: Tensor, ref: Tensor) -> bool:
+    return bool(((out == ref) | (out.isnan() & ref.isnan())).all())
+
+
+def passed(row: Row) -> bool:
+    """Errors of bf16 size, and no other complaint; NaN fails."""
+    errors = [v for name, v in row.items() if name.startswith("error")]
+    flags = [v for v in row.values() if isinstance(v, bool)]
+    return all(e < 1e-2 for e in errors) and all(flags) and row.get("wrong", 0) == 0
+
+
+def cases(case: Case, full: bool) -> list[Callable[[], Row]]:
+    tokens = (1, 3, 64, 129, 4096) if full else (1, 33)
+    rows: list[Callable[[], Row]] = []
+    for i, (n, k) in enumerate(AG_SHAPES if full else AG_SHAPES[1:2]):
+        rows += [lambda a=(i, m, n, k, m % 2 == 1): case.ag_row(*a) for m in tokens]
+    for i, (n, k) in enumerate(RS_SHAPES if full else RS_SHAPES[:1]):
+        rows += [lambda a=(50 + i, m, n, k, m % 2 == 1): case.rs_row(*a) for m in tokens]
+    rows += [case.owner_row, lambda: case.race_row(1000 if full else 100)]
+    rows += [lambda: case.race_row(2, late=1.0), lambda: case.graph_row(100 if full else 20)]
+    return rows
+
+
+def _worker(rank: int, size: int, port: int, kernels: list[str], full: bool, path: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    own = torch.cuda.device_count() >= size
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if own else "gloo",
+        rank=rank, world_size=size, timeout=timedelta(seconds=90),
+    )  # fmt: skip
+    pg: Any = dist.group.WORLD
+    import sp_passes  # noqa: F401  registers the kernels
+
+    rows: list[Row] = []
+    for kernel in [*kernels, "unfused"] if own else kernels:
+        for run in cases(Case(pg, kernel), full):
+            torch.cuda.synchronize()
+            dist.barrier()
+            row = run()
+            rows.append(row | {"rank": rank})
+    for m in (1, 5, 32) if full else (5,):
+        if m * size <= MAX_TOKENS:
+            rows.append(one_shot_row(pg, m, 300 if full else 50) | {"rank": rank})
+    torch.cuda.synchronize()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, rows)
+    if rank == 0:
+        Path(path).write_text(json.dumps([row for rank_rows in everyone for row in rank_rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(sizes: list[int], kernels: list[str], full: bool, path: Path) -> list[Row]:
+    """Every case on every group size; one row for each rank and case."""
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    rows: list[Row] = []
+    for size in sizes:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        mp.spawn(_worker, (size, port, kernels, full, str(path)), nprocs=size)
+        rows += json.loads(path.read_text())
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--kernels", default="copy_engine")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--full", action="store_true")
+    args = parser.parse_args(argv)
+    sizes = [int(size) for size in args.ranks.split(",")]
+    start = time.monotonic()
+    rows = run(sizes, args.kernels.split(","), args.full, args.out)
+    bad = [row for row in rows if not passed(row)]
+    for row in bad or [row for row in rows if row["rank"] == 0]:
+        print(row, flush=True)
+    done = f"{len(rows) - len(bad)} of {len(rows)} rows passed in {time.monotonic() - start:.0f} s"
+    print(done)
+    args.out.write_text(json.dumps({**versions(), "summary": done, "rows": rows}, indent=1))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

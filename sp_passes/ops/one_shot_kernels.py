@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton code of small collectives in one launch: push to every peer, signal, wait.
+
+Program b of a rank handles the same part of the data as program b of every other rank, and
+they meet through flags in symmetric memory: flag ``[b, r]`` of a rank holds the number of
+the last call whose part b rank r has delivered. The numbers only grow (compared so that
+wrapping does not matter) and live on the device, so captured graphs replay.
+
+``table [3, SIZE]`` int64 holds, for each peer, the addresses of its flags, its slots for
+gathered rows and its slots for addends. A slot belongs to the rank that writes it. LANES is
+SIZE rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _meet(table, calls, RANK, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Publish this program's stores to its peers and wait for theirs."""
+    program = tl.program_id(0)
+    call = tl.load(calls + program) + 1
+    peer = tl.arange(0, LANES)
+    real = peer < SIZE
+    tl.debug_barrier()
+    theirs = tl.load(table + peer, mask=real, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + program * SIZE + RANK, call, mask=real, sem="release", scope="sys")
+    mine = tl.load(table + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
+    missing = 1
+    while missing > 0:
+        seen = tl.atomic_add(mine, 0, mask=real, sem="acquire", scope="sys")
+        missing = tl.sum((real & (seen - call < 0)).to(tl.int32), 0)
+    tl.debug_barrier()
+    tl.store(calls + program, call)
+
+
+@triton.jit
+def push_rows(
+    x, table, calls, n, stride, RANK, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``x [n]`` into this rank's slot of every rank; returns when all slots are here."""
+    dtype = x.dtype.element_ty
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < n)
+        for peer in tl.static_range(SIZE):
+            slots = tl.load(table + SIZE + peer).to(tl.pointer_type(dtype))
+            tl.store(slots + RANK * stride + at, value, mask=at < n)
+    _meet(table, calls, RANK, SIZE, LANES)
+
+
+@triton.jit
+def push_add(
+    parts, bias, out, table, calls, n, cols, stride, RANK,
+    HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``parts [SIZE, n]`` to their owners; ``out [n]`` is the sum of all ranks' addends.
+
+    Added in rank order in float32, the bias last, rounded once.
+    """
+    dtype = parts.dtype.element_ty
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        for peer in tl.static_range(SIZE):
+            value = tl.load(parts + peer * n + at, mask=at < n)
+            slots = tl.load(table + 2 * SIZE + peer).to(tl.pointer_type(dtype))
+            tl.store(slots + RANK * stride + at, value, mask=at < n)
+    _meet(table, calls, RANK, SIZE, LANES)
+    slots = tl.load(table + 2 * SIZE + RANK).to(tl.pointer_type(dtype))
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for source in tl.static_range(SIZE):
+            total += tl.load(slots + source * stride + at, mask=at < n, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + at % cols, mask=at < n, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=at < n)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel won where it was measured; elsewhere the unfused ops run.
+
+A key is (compute capability, op, n, k, tp_size, dtype) as in :class:`~.kernels.Call`; its value
+lists ``(most tokens, kernel)`` in rising order. Measured on real links only
+(``sp_passes.bench.kernels``); results are in ``sp_passes/bench/results``.
+A JSON file that the bench wrote extends the table: SP_PASSES_KERNEL_TABLE names it. Every
+rank must read the same file, since the ranks of a group must choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import SPError
+
+if TYPE_CHECKING:
+    from .kernels import Call
+
+VARIABLE = "SP_PASSES_KERNEL_TABLE"
+
+Key = tuple[tuple[int, int], str, int, int, int, str]
+Buckets = tuple[tuple[int, str], ...]
+
+MEASURED: dict[Key, Buckets] = {}
+
+
+@cache
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+@cache
+def table() -> dict[Key, Buckets]:
+    """The shipped entries and, over them, those of the file that the environment names."""
+    path = os.environ.get(VARIABLE)
+    return {**MEASURED, **(read(Path(path)) if path else {})}
+
+
+def winner(call: Call) -> str | None:
+    """The kernel measured fastest for ``call``, None where nothing was measured."""
+    if call.device != "cuda" or not torch.cuda.is_available():
+        return None
+    dtype = str(call.dtype).removeprefix("torch.")
+    key = (_capability(), call.op, call.n, call.k, call.tp_size, dtype)
+    return in_bucket(table().get(key, ()), call.tokens)
+
+
+def in_bucket(buckets: Buckets, tokens: int) -> str | None:
+    """The kernel of the first bucket that holds ``tokens``; beyond the last nothing is known."""
+    return next((name for most, name in buckets if tokens <= most), None)
+
+
+def buckets_of(times: dict[int, dict[str, float]]) -> Buckets:
+    """``{tokens: {kernel: µs}}`` -> buckets; a fused kernel must beat unfused by 2 %.
+
+    A bucket reaches down to the tokens measured below it, so it takes a fused kernel only
+    if that kernel won at both of its ends.
+    """
+    best = {}
+    for tokens in sorted(times):
+        unfused = times[tokens]["unfused"]
+        name = min(times[tokens], key=lambda k: times[tokens][k])
+        best[tokens] = name if times[tokens][name] < 0.98 * unfused else "unfused"
+    out: list[tuple[int, str]] = []
+    below = "unfused"
+    for tokens, name in best.items():
+        out.append((tokens, name if name == below else "unfused"))
+        below = name
+    return tuple(out)
+
+
+def write(path: Path, entries: dict[Key, Buckets]) -> None:
+    """Entries as JSON, sorted; what the file held before stays where it has no new entry."""
+    merged = {**(read(path) if path.exists() else {}), **entries}
+    rows = [
+        {
+            "capability": list(key[0]), "op": key[1], "n": key[2], "k": key[3],
+            "tp_size": key[4], "dtype": key[5], "buckets": [list(b) for b in merged[key]],
+        }
+        for key in sorted(merged)
+    ]  # fmt: skip
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[Key, Buckets]:
+    """Entries of a file that :func:`write` wrote.
+
+    Raises:
+        SPError: the file is missing or no such table.
+    """
+    try:
+        return dict(_entry(row) for row in json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise SPError(f"{path} is no kernel table of sp_passes.bench.kernels: {err}") from None
+
+
+def _entry(row: dict[str, Any]) -> tuple[Key, Buckets]:
+    major, minor = row["capability"]
+    key = (
+        (int(major), int(minor)), str(row["op"]), int(row["n"]), int(row["k"]),
+        int(row["tp_size"]), str(row["dtype"]),
+    )  # fmt: skip
+    return key, tuple((int(most), str(name)) for most, name in row["buckets"])
