@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from sp_passes import SPConfig
+
 # --- ways to write gate and up as parts of one product ----------------------------------
 
 Split = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -231,6 +233,11 @@ def tokens(spec: Spec, rank: int, rows: int = 5, dtype: torch.dtype = torch.floa
     made = torch.Generator().manual_seed(1000 + rank)
     shape = (rows, 3, spec.hidden) if spec.batched else (rows, spec.hidden)
     return (torch.randn(shape, generator=made) * (1 + rank)).to(dtype)
+
+
+def config(tp_size: int | None = None, **options: Any) -> SPConfig:
+    """Options with this pattern alone, so that others do not change what a test counts."""
+    return SPConfig(tp_size=tp_size, **{"patterns": ["replicated_mlp"], **options})
 
 
 def with_(spec: Spec, **changes: Any) -> Spec:

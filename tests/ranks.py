@@ -21,7 +21,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -31,6 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+
+from sp_passes import config
+from sp_passes.version import code_digest
 
 POOL_SIZE = 4
 
@@ -66,17 +69,23 @@ class Pool:
         context = get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
+        # Of one instant: a file saved while the processes start must not part the ranks.
+        code = code_digest()
         for rank in range(size):
             mine, its = context.Pipe()
             process = context.Process(
-                target=_serve, args=(its, rank, size, self.store.port, dict(env or {})), daemon=True
+                target=_serve,
+                args=(its, rank, size, self.store.port, dict(env or {}), code),
+                daemon=True,
             )
             process.start()
             its.close()
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, job: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float) -> Any:
+    def run(
+        self, job: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float
+    ) -> Any:
         message = pickle.dumps((job, world, args))
         for pipe in self.pipes[:world]:
             pipe.send_bytes(message)
@@ -96,7 +105,9 @@ class Pool:
                 except EOFError:
                     code = self.processes[rank].exitcode
                     self.kill()
-                    raise RuntimeError(f"the process of rank {rank} died (exit code {code})") from None
+                    raise RuntimeError(
+                        f"the process of rank {rank} died (exit code {code})"
+                    ) from None
         return [out[rank] for rank in range(world)]
 
     def kill(self) -> None:
@@ -111,10 +122,8 @@ class Pool:
 
     def stop(self) -> None:
         for pipe in self.pipes:
-            try:
+            with suppress(OSError):
                 pipe.send_bytes(pickle.dumps(None))
-            except OSError:
-                pass
         for process in self.processes:
             process.join(3)
         self.kill()
@@ -169,7 +178,10 @@ def _checked(results: list[Any], check: bool) -> list[Any]:
     return results
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, env: Mapping[str, str]) -> None:
+def _serve(
+    pipe: Connection, rank: int, size: int, port: int, env: Mapping[str, str], code: str
+) -> None:
+    config.code_digest = lambda: code
     os.environ.update(env)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -243,7 +255,9 @@ def _scatter(n: int, x: Values, *_: Any) -> Values:
     return [t.to(x[0].dtype).clone() for t in total.chunk(n)] if len(total) else x  # type: ignore
 
 
-def _ag_gemm(n: int, x: Values, weights: Values, biases: Values, layouts: Values, *_: Any) -> Values:
+def _ag_gemm(
+    n: int, x: Values, weights: Values, biases: Values, layouts: Values, *rest: Any
+) -> Values:
     full = torch.cat(x)
     out = []
     for r in range(n):
@@ -253,8 +267,9 @@ def _ag_gemm(n: int, x: Values, weights: Values, biases: Values, layouts: Values
             part = shard(w, layout, r, n)
             y = full.double() @ (part.t() if dim == 0 else part).double()
             y = y if b is None else y + b[torch.tensor(index)].double()
-            products.append(y.to(full.dtype))
-        out.append(products)
+            products.append(y.to(w.dtype))
+        gathered = len(rest) > 4 and rest[4][r]
+        out.append([*products, full] if gathered else products)
     return out
 
 
@@ -268,6 +283,41 @@ def _gemm_rs(n: int, x: Values, weight: Values, bias: Values, layout: Values, *_
         (s if b is None else s + b.double()).to(v.dtype)
         for s, b, v in zip(sums, bias, x, strict=True)
     ]
+
+
+def _gemm_gather(
+    n: int, x: Values, weight: Values, bias: Values, layout: Values, *_: Any
+) -> Values:
+    """Each rank's features put where the rows of its shard lie in the whole weight."""
+    out = [
+        v.new_empty(*v.shape[:-1], w.shape[int(lay[1])])
+        for v, w, lay in zip(x, weight, layout, strict=True)
+    ]
+    for r in range(n):
+        dim, index = blocks(layout[r], r, n)
+        part = shard(weight[r], layout[r], r, n)
+        y = x[r].double() @ (part.t() if dim == 0 else part).double()
+        if bias[r] is not None:
+            y = y + bias[r][torch.tensor(index)].double()
+        for whole in out:
+            whole[..., torch.tensor(index)] = y.to(whole.dtype)
+    return out
+
+
+def _feature_to_token(n: int, x: Values, layout: Values, *_: Any) -> Values:
+    rows = x[0].shape[0] // n
+    out = []
+    for r in range(n):
+        owned = [v[r * rows : (r + 1) * rows] for v in x]
+        whole = x[r].new_empty(*owned[r].shape[:-1], owned[r].shape[-1] * n)
+        for sender, part in enumerate(owned):
+            whole[..., torch.tensor(blocks(layout[r], sender, n)[1])] = part
+        out.append(whole)
+    return out
+
+
+def _token_to_feature(n: int, x: Values, *_: Any) -> Values:
+    return [part.clone() for part in torch.cat(x).chunk(n, -1)]
 
 
 def _local_shard(n: int, x: Values, layout: Values, *_: Any) -> Values:
@@ -285,14 +335,27 @@ def _collectives() -> dict[Any, Callable[..., Values]]:
         ours.reduce_scatter.default: _scatter,
         ours.ag_gemm.default: _ag_gemm,
         ours.gemm_rs.default: _gemm_rs,
+        ours.gemm_gather.default: _gemm_gather,
+        ours.feature_to_token.default: _feature_to_token,
+        ours.token_to_feature.default: _token_to_feature,
         ours.local_shard.default: _local_shard,
         ours.prepare.default: _nothing,
         ours.agree.default: _nothing,
+        torch.ops._c10d_functional.all_gather_into_tensor.default: _gather,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default: _scatter,
     }
 
 
-def lockstep(gm: fx.GraphModule, tp_size: int, inputs: Sequence[Sequence[Any]]) -> Values:
-    """Every rank's output of ``gm`` on ``inputs[rank]``; the ranks advance together."""
+def lockstep(
+    gm: fx.GraphModule,
+    tp_size: int,
+    inputs: Sequence[Sequence[Any]],
+    weights: Mapping[str, Sequence[torch.Tensor]] | None = None,
+) -> Values:
+    """Every rank's output of ``gm`` on ``inputs[rank]``; the ranks advance together.
+
+    ``weights`` gives those that differ between ranks, by FQN.
+    """
     special = _collectives()
     env: dict[fx.Node, Values] = {}
     position = 0
@@ -303,10 +366,14 @@ def lockstep(gm: fx.GraphModule, tp_size: int, inputs: Sequence[Sequence[Any]]) 
         elif node.op == "get_attr":
             value = operator.attrgetter(node.target)(gm)
             env[node] = [value.detach()] * tp_size
+            if weights and node.target in weights:
+                env[node] = list(weights[node.target])
         elif node.op == "output":
             return [_load(node.args[0], env, r) for r in range(tp_size)]
         elif node.target in special:
             args = [[_load(arg, env, r) for r in range(tp_size)] for arg in node.args]
+            if node.kwargs.get("gathered"):
+                args += [["auto"] * tp_size, [True] * tp_size]
             env[node] = special[node.target](tp_size, *args)
         else:
             env[node] = [

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import sp_passes
-from sp_passes import PlacementError, ShardingError, SPConfig
+from sp_passes import PlacementError, ShardingError
 
 FP32 = 1e-5
 ours = torch.ops.sp_passes
@@ -43,18 +43,23 @@ def inputs_for(spec: mlps.Spec, rows: int, tp: int) -> list[Tensor]:
 
 def compare(module: nn.Module, tp: int, inputs: list[Tensor]) -> sp_passes.Report:
     gm = sp_passes.trace(module, inputs[0])
-    report = sp_passes.rewrite(gm, SPConfig(tp_size=tp))
+    report = sp_passes.rewrite(gm, mlps.config(tp_size=tp))
     assert report.decisions, f"neither rewritten nor skipped with a reason: {report}"
     assert all(d.applied or d.reason for d in report.decisions)
     for x, y in zip(inputs, ranks.lockstep(gm, tp, [[v] for v in inputs]), strict=True):
         assert mlps.worst_error(y, mlps.exact(module, x)) < FP32, report
     if report.applied:
-        sp_passes.check(gm, SPConfig(tp_size=tp))
+        sp_passes.check(gm, mlps.config(tp_size=tp))
     return report
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(spec=specs, tp=st.sampled_from([1, 2, 3, 4, 8]), rows=st.sampled_from([1, 2, 5]), seed=st.integers(0, 9))
+@given(
+    spec=specs,
+    tp=st.sampled_from([1, 2, 3, 4, 8]),
+    rows=st.sampled_from([1, 2, 5]),
+    seed=st.integers(0, 9),
+)
 def test_random_mlps(spec: mlps.Spec, tp: int, rows: int, seed: int) -> None:
     module = mlps.MLP(spec, seed)
     report = compare(module, tp, inputs_for(spec, rows, tp))
@@ -116,7 +121,7 @@ def rewritten(spec: mlps.Spec, tp: int) -> tuple[nn.Module, fx.GraphModule, list
     module = mlps.MLP(spec)
     inputs = inputs_for(spec, 4, tp)
     gm = sp_passes.trace(module, inputs[0])
-    assert sp_passes.rewrite(gm, SPConfig(tp_size=tp)).applied
+    assert sp_passes.rewrite(gm, mlps.config(tp_size=tp)).applied
     return module, gm, inputs
 
 
@@ -249,7 +254,7 @@ def test_check_catches(mutate: Mutation, tp: int) -> None:
         assert wrong
         return
     with pytest.raises((PlacementError, ShardingError)):
-        sp_passes.check(gm, SPConfig(tp_size=tp))
+        sp_passes.check(gm, mlps.config(tp_size=tp))
     assert wrong or mutate is segments_of_second
 
 
@@ -298,4 +303,4 @@ def test_no_corrupted_layout_goes_unnoticed(spec: mlps.Spec, tp: int, data: st.D
     if numbers_hold(module, gm, inputs, tp):
         return
     with pytest.raises((PlacementError, ShardingError)):
-        sp_passes.check(gm, SPConfig(tp_size=tp))
+        sp_passes.check(gm, mlps.config(tp_size=tp))

@@ -12,14 +12,13 @@ import torch
 from expecttest import TestCase
 
 import sp_passes
-from sp_passes import SPConfig
 
 
 def before_and_after(spec: mlps.Spec, rows: int = 3) -> tuple[str, str]:
     module = mlps.MLP(mlps.with_(spec, hidden=4, width=8))
     gm = sp_passes.trace(module, torch.empty(rows, 4))
     before = mlps.show(gm)
-    sp_passes.rewrite(gm, SPConfig(tp_size=4))
+    sp_passes.rewrite(gm, mlps.config(tp_size=4))
     return before, mlps.show(gm)
 
 
@@ -28,7 +27,9 @@ class Golden(TestCase):
 
     def test_merged(self) -> None:
         before, after = before_and_after(mlps.BASE)
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 down_weight : [4, 8]
@@ -42,8 +43,11 @@ mul = mul(silu, getitem_1) : [3, 8]
 t_1 = t(down_weight) : [8, 4]
 mm_1 = mm(mul, t_1) : [3, 4]
 return mm_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 down_weight : [4, 8]
@@ -56,11 +60,14 @@ silu = silu(slice) : [12, 2]
 mul = mul(silu, slice_1) : [12, 2]
 gemm_rs = gemm_rs(mul, down_weight, None, 'S1[8]', prepare, '', 4) : [3, 4]
 return gemm_rs
-""")
+""",
+        )
 
     def test_separate(self) -> None:
         before, after = before_and_after(mlps.Spec(form="separate"))
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 4]
 gate_weight : [8, 4]
 up_weight : [8, 4]
@@ -74,8 +81,11 @@ mul = mul(silu, mm_1) : [3, 8]
 t_2 = t(down_weight) : [8, 4]
 mm_2 = mm(mul, t_2) : [3, 4]
 return mm_2
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 4]
 gate_weight : [8, 4]
 up_weight : [8, 4]
@@ -88,11 +98,14 @@ silu = silu(getitem) : [12, 2]
 mul = mul(silu, getitem_1) : [12, 2]
 gemm_rs = gemm_rs(mul, down_weight, None, 'S1[8]', prepare, '', 4) : [3, 4]
 return gemm_rs
-""")
+""",
+        )
 
     def test_single(self) -> None:
         before, after = before_and_after(mlps.Spec(form="single", act="relu2"))
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 4]
 up_weight : [8, 4]
 down_weight : [4, 8]
@@ -105,8 +118,11 @@ mul = mul(pow, ones_like) : [3, 8]
 t_1 = t(down_weight) : [8, 4]
 mm_1 = mm(mul, t_1) : [3, 4]
 return mm_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 4]
 up_weight : [8, 4]
 down_weight : [4, 8]
@@ -119,11 +135,14 @@ pow = pow(relu, 2) : [12, 2]
 mul = mul(pow, ones_like) : [12, 2]
 gemm_rs = gemm_rs(mul, down_weight, None, 'S1[8]', prepare, '', 4) : [3, 4]
 return gemm_rs
-""")
+""",
+        )
 
     def test_interleaved(self) -> None:
         before, after = before_and_after(mlps.Spec(split="lane_unbind"))
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 down_weight : [4, 8]
@@ -138,8 +157,11 @@ mul = mul(silu, getitem_1) : [3, 8]
 t_1 = t(down_weight) : [8, 4]
 mm_1 = mm(mul, t_1) : [3, 4]
 return mm_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 down_weight : [4, 8]
@@ -153,11 +175,14 @@ silu = silu(select) : [12, 2]
 mul = mul(silu, select_1) : [12, 2]
 gemm_rs = gemm_rs(mul, down_weight, None, 'S1[8]', prepare, '', 4) : [3, 4]
 return gemm_rs
-""")
+""",
+        )
 
     def test_biases_and_residual(self) -> None:
         before, after = before_and_after(mlps.Spec(bias1=True, residual=True))
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 gate_up_bias : [16]
@@ -172,8 +197,11 @@ mul = mul(silu, getitem_1) : [3, 8]
 t_1 = t(down_weight) : [8, 4]
 addmm_1 = addmm(x, mul, t_1) : [3, 4]
 return addmm_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 gate_up_bias : [16]
@@ -188,11 +216,14 @@ mul = mul(silu, slice_1) : [12, 2]
 gemm_rs = gemm_rs(mul, down_weight, None, 'S1[8]', prepare, '', 4) : [3, 4]
 add = add(gemm_rs, x) : [3, 4]
 return add
-""")
+""",
+        )
 
     def test_second_bias_and_row_factor(self) -> None:
         before, after = before_and_after(mlps.Spec(form="single", bias2=True, rows="inside"))
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 4]
 up_weight : [8, 4]
 down_weight : [4, 8]
@@ -210,8 +241,11 @@ mul_1 = mul(mul, rsqrt) : [3, 8]
 t_1 = t(down_weight) : [8, 4]
 addmm = addmm(down_bias, mul_1, t_1) : [3, 4]
 return addmm
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 4]
 up_weight : [8, 4]
 down_weight : [4, 8]
@@ -230,14 +264,17 @@ mul = mul(silu, ones_like) : [12, 2]
 mul_1 = mul(mul, all_gather) : [12, 2]
 gemm_rs = gemm_rs(mul_1, down_weight, down_bias, 'S1[8]', prepare, '', 4) : [3, 4]
 return gemm_rs
-""")
+""",
+        )
 
     def test_skipped_graph_is_only_respelled(self) -> None:
         """tp_size 3 does not divide 8: no weight, size or collective changes."""
         module = mlps.MLP(mlps.Spec(hidden=4, width=8))
         gm = sp_passes.trace(module, torch.empty(3, 4))
-        sp_passes.rewrite(gm, SPConfig(tp_size=3))
-        self.assertExpectedInline(mlps.show(gm), """\
+        sp_passes.rewrite(gm, mlps.config(tp_size=3))
+        self.assertExpectedInline(
+            mlps.show(gm),
+            """\
 x : [3, 4]
 gate_up_weight : [16, 4]
 down_weight : [4, 8]
@@ -250,4 +287,5 @@ mul = mul(silu, slice_1) : [3, 8]
 permute_1 = permute(down_weight, [1, 0]) : [8, 4]
 mm_1 = mm(mul, permute_1) : [3, 4]
 return mm_1
-""")
+""",
+        )

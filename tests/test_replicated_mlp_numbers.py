@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sp_passes
-from sp_passes import SPConfig
 from sp_passes.models.config import KimiK3Config
 from sp_passes.models.layers import Made
 from sp_passes.models.moe import SituMLP
@@ -23,7 +22,7 @@ FP32 = 1e-5
 
 def rewritten(module: nn.Module, tp: int, *args: Any, **kwargs: Any) -> Any:
     gm = sp_passes.trace(module, *args)
-    report = sp_passes.rewrite(gm, SPConfig(tp_size=tp), **kwargs)
+    report = sp_passes.rewrite(gm, mlps.config(tp_size=tp), **kwargs)
     return gm, report
 
 
@@ -42,7 +41,7 @@ def test_zoo(name: str, tp: int, rows: int, request: pytest.FixtureRequest) -> N
     found = ranks.lockstep(gm, tp, [[x] for x in inputs])
     for x, y in zip(inputs, found, strict=True):
         assert mlps.worst_error(y, mlps.exact(module, x)) < FP32
-    sp_passes.check(gm, SPConfig(tp_size=tp))
+    sp_passes.check(gm, mlps.config(tp_size=tp))
 
 
 LATE = "the residual is added after the sum was rounded: one rounding more than addmm's"

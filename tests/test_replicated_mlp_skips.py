@@ -93,7 +93,7 @@ def test_named_skip(name: str, rows: int) -> None:
     made = torch.Generator().manual_seed(4)
     inputs = [torch.randn(rows, H, generator=made) * (r + 1) for r in range(TP)]
     gm = sp_passes.trace(module, inputs[0])
-    report = sp_passes.rewrite(gm, SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(gm, mlps.config(TP))
     if category == "*":
         assert not report.applied
     else:
@@ -108,7 +108,9 @@ def test_named_skip(name: str, rows: int) -> None:
 
 
 def _tuple(value: Any) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
+    return (
+        value if isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
+    )
 
 
 def reasons(module: nn.Module, config: SPConfig, **kwargs: Any) -> list[str]:
@@ -119,7 +121,7 @@ def reasons(module: nn.Module, config: SPConfig, **kwargs: Any) -> list[str]:
 
 def test_randomness() -> None:
     module = Net(lambda s, x: F.linear(F.dropout(F.linear(x, s.up), 0.5, training=True), s.down))
-    assert reasons(module, SPConfig(tp_size=TP)) == ["randomness"]
+    assert reasons(module, mlps.config(TP)) == ["randomness"]
 
 
 def test_integer_weights_are_no_site() -> None:
@@ -133,17 +135,17 @@ def test_integer_weights_are_no_site() -> None:
             h = x.long() @ self.a.t()  # type: ignore[operator]
             return h.clamp(0) @ self.b.t()  # type: ignore[operator]
 
-    assert reasons(Int(), SPConfig(tp_size=TP)) == ["dtype"]
+    assert reasons(Int(), mlps.config(TP)) == ["dtype"]
 
 
 def test_tokens_replicated() -> None:
-    assert reasons(Net(lin), SPConfig(tp_size=TP), tokens="replicated") == ["tokens not sharded"]
+    assert reasons(Net(lin), mlps.config(TP), tokens="replicated") == ["tokens not sharded"]
     given = {"x": Replicate()}
-    assert reasons(Net(lin), SPConfig(tp_size=TP), placements=given) == ["tokens not sharded"]
+    assert reasons(Net(lin), mlps.config(TP), placements=given) == ["tokens not sharded"]
 
 
 def test_tokens_sharded_by_features() -> None:
-    (reason,) = reasons(Net(lin), SPConfig(tp_size=TP), placements={"x": Shard(1)})
+    (reason,) = reasons(Net(lin), mlps.config(TP), placements={"x": Shard(1)})
     assert reason.startswith("tokens")
 
 
@@ -151,13 +153,13 @@ def test_tokens_sharded_by_features() -> None:
 def test_already_sharded(weight: str, dim: int) -> None:
     module = Net(lin)
     declare_placement(getattr(module, weight), Shard(dim))
-    assert reasons(module, SPConfig(tp_size=TP)) == ["already sharded"]
+    assert reasons(module, mlps.config(TP)) == ["already sharded"]
     given = {weight: Shard(dim)}
-    assert reasons(Net(lin), SPConfig(tp_size=TP), placements=given) == ["already sharded"]
+    assert reasons(Net(lin), mlps.config(TP), placements=given) == ["already sharded"]
 
 
 def test_one_rank() -> None:
-    (reason,) = reasons(Net(lin), SPConfig(tp_size=1))
+    (reason,) = reasons(Net(lin), mlps.config(1))
     assert "tp_size" in reason or "one rank" in reason
 
 
@@ -174,7 +176,7 @@ def test_two_layouts_of_one_weight() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) + self.b(x)
 
-    assert reasons(Two(), SPConfig(tp_size=TP)) == ["two layouts", "two layouts"]
+    assert reasons(Two(), mlps.config(TP)) == ["two layouts", "two layouts"]
 
 
 def test_one_conflict_leaves_the_rest_of_the_graph_alone() -> None:
@@ -184,7 +186,10 @@ def test_one_conflict_leaves_the_rest_of_the_graph_alone() -> None:
         other = F.linear(F.silu(F.linear(x, s.up2)), s.down2)
         return lin(s, x) + other + s.up.sum(0)
 
-    assert reasons(Net(both), SPConfig(tp_size=TP)) == ["", "weight used elsewhere"]
+    assert reasons(Net(both), mlps.config(TP)) == [
+        "",
+        "weight used elsewhere",
+    ]
 
 
 def test_a_weight_of_two_sites_with_one_layout_is_sharded_once() -> None:
@@ -197,7 +202,7 @@ def test_a_weight_of_two_sites_with_one_layout_is_sharded_once() -> None:
     module = Net(both)
     x = [torch.randn(3, H) * (r + 1) for r in range(TP)]
     gm = sp_passes.trace(module, x[0])
-    report = sp_passes.rewrite(gm, SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(gm, mlps.config(TP))
     assert len(report.applied) == 2, report
     assert report.bytes_saved_per_rank == 3 * 4 * W * H * (TP - 1) // TP
     for a, b in zip(x, ranks.lockstep(gm, TP, [[v] for v in x]), strict=True):
@@ -206,7 +211,7 @@ def test_a_weight_of_two_sites_with_one_layout_is_sharded_once() -> None:
 
 def test_the_same_mlp_twice_counts_once() -> None:
     module = Net(lambda s, x: lin(s, lin(s, x) + 1))
-    report = sp_passes.rewrite(sp_passes.trace(module, torch.randn(3, H)), SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(sp_passes.trace(module, torch.randn(3, H)), mlps.config(TP))
     assert len(report.applied) == 2, report
     assert report.bytes_saved_per_rank == 2 * 4 * W * H * (TP - 1) // TP
     assert report.by_pattern() == {"replicated_mlp": report.bytes_saved_per_rank}
@@ -217,7 +222,7 @@ def test_three_linears_in_a_row() -> None:
     module = Net(lambda s, x: F.linear(F.relu(F.linear(F.relu(F.linear(x, s.up)), s.mid)), s.down))
     inputs = [torch.randn(3, H) * (r + 1) for r in range(TP)]
     gm = sp_passes.trace(module, inputs[0])
-    report = sp_passes.rewrite(gm, SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(gm, mlps.config(TP))
     assert len(report.applied) == 1
     assert [d.reason.partition(":")[0] for d in report.skipped] == ["overlap"], report
     for a, b in zip(inputs, ranks.lockstep(gm, TP, [[v] for v in inputs]), strict=True):
@@ -237,7 +242,7 @@ def test_a_residual_stream_makes_no_bogus_sites() -> None:
             return x + self.mlp(self.norm(x))
 
     model = nn.Sequential(*(Layer(i) for i in range(3)))
-    report = sp_passes.rewrite(sp_passes.trace(model, torch.randn(3, H)), SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(sp_passes.trace(model, torch.randn(3, H)), mlps.config(TP))
     assert [(d.applied, d.name) for d in report.decisions] == [(True, f"{i}.mlp") for i in range(3)]
 
 
@@ -251,7 +256,7 @@ def test_a_residual_stream_without_norms_makes_no_bogus_sites() -> None:
             return x + self.mlp(x)
 
     model = nn.Sequential(*(Layer(i) for i in range(3)))
-    report = sp_passes.rewrite(sp_passes.trace(model, torch.randn(3, H)), SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(sp_passes.trace(model, torch.randn(3, H)), mlps.config(TP))
     assert [(d.applied, d.name) for d in report.decisions] == [(True, f"{i}.mlp") for i in range(3)]
 
 
@@ -261,26 +266,24 @@ def test_a_residual_stream_without_norms_makes_no_bogus_sites() -> None:
 def test_strict_turns_a_skip_into_an_error() -> None:
     gm = sp_passes.trace(Net(with_hidden), torch.randn(3, H))
     with pytest.raises(SPError, match=r"strict: replicated_mlp at .*used elsewhere"):
-        sp_passes.rewrite(gm, SPConfig(tp_size=TP, strict=True))
+        sp_passes.rewrite(gm, mlps.config(TP, strict=True))
 
 
 def test_strict_turns_no_site_into_an_error() -> None:
     gm = sp_passes.trace(nn.Linear(H, H), torch.randn(3, H))
     with pytest.raises(SPError, match="strict: no site"):
-        sp_passes.rewrite(gm, SPConfig(tp_size=TP, strict=True))
+        sp_passes.rewrite(gm, mlps.config(TP, strict=True))
 
 
 def test_no_site_is_a_visible_line_that_says_what_came_closest() -> None:
-    report = sp_passes.rewrite(
-        sp_passes.trace(nn.Linear(H, H), torch.randn(3, H)), SPConfig(tp_size=TP)
-    )
+    report = sp_passes.rewrite(sp_passes.trace(nn.Linear(H, H), torch.randn(3, H)), mlps.config(TP))
     assert "no site found; 1 linear" in str(report)
-    report = sp_passes.rewrite(sp_passes.trace(nn.ReLU(), torch.randn(3, H)), SPConfig(tp_size=TP))
+    report = sp_passes.rewrite(sp_passes.trace(nn.ReLU(), torch.randn(3, H)), mlps.config(TP))
     assert "no site found; no " in str(report)
 
 
 def test_cost_model_skips_with_its_crossover() -> None:
-    config = SPConfig(tp_size=TP, token_range=(1 << 19, 1 << 20))
+    config = mlps.config(TP, token_range=(1 << 19, 1 << 20))
     gm = sp_passes.trace(Net(lin), torch.randn(3, H))
     (decision,) = sp_passes.rewrite(gm, config).decisions
     assert decision.reason.startswith("slower: replicated wins"), decision
