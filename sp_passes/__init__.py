@@ -17,6 +17,7 @@ from .errors import PlacementError, ReplicationError, ShardingError, SPError
 from .layout import ShardLayout
 from .placement import check, declare_op
 from .report import Decision, Report
+from .stages import StageRows, local_rows
 from .trace import trace
 from .version import __version__
 from .weights import load_full_state_dict, resident_bytes, unshard
@@ -32,6 +33,7 @@ __all__ = [
     "SequenceParallelPass",
     "ShardLayout",
     "ShardingError",
+    "StageRows",
     "__version__",
     "check",
     "compile",
@@ -39,6 +41,7 @@ __all__ = [
     "declare_placement",
     "declared_placement",
     "load_full_state_dict",
+    "local_rows",
     "ops",
     "resident_bytes",
     "rewrite",

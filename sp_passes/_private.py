@@ -42,6 +42,11 @@ def device_types(pg: Any) -> set[str]:
     return {d.type for d in getattr(pg, "_device_types", [torch.device("cpu")])}
 
 
+def default_store() -> Any:
+    """The store that the default process group was made with."""
+    return _get("torch.distributed.distributed_c10d", "_get_default_store")()
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage behind ``tensor``; stays the same when it is resized."""
     return tensor.untyped_storage()._cdata

@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from . import passes, store, weights
+from . import passes, stages, store, weights
 from .backend import TOKENS, Backend
 from .config import SPConfig
 from .errors import SPError
-from .graph import params
+from .graph import boundaries, params
 from .placement import input_states
 from .report import Report, merge
 
@@ -53,9 +53,10 @@ def rewrite(
     for node in graph_module.graph.find_nodes(op="get_attr"):
         if node.target in tensors and not params.is_weight(node):
             params.mark(node, str(node.target))
-    states = input_states(graph_module, placements, tokens)
     backup = copy.deepcopy(graph_module.graph) if config.strict else None
     try:
+        boundaries.mark(graph_module.graph, config)
+        states = input_states(graph_module, placements, tokens)
         report = passes.run(graph_module.graph, config, states)
     except SPError:
         if backup is not None:
@@ -119,7 +120,10 @@ class CompiledModule(nn.Module):
         super().__init__()
         self._orig_mod = module
         self._backend = backend
-        self._run = torch.compile(module, backend=backend, **kwargs)
+        config = backend.config
+        self._staged = bool(config.stage_inputs or config.stage_outputs)
+        run = stages.staged(module, config) if self._staged else module
+        self._run = torch.compile(run, backend=backend, **kwargs)
         self._plans: dict[str, dict[str, str]] = {}
         self.report = None
         weights.remember_names(module)
@@ -128,10 +132,20 @@ class CompiledModule(nn.Module):
         _refuse_gradients(args, kwargs)
         seen = len(self._plans)
         with torch.no_grad(), weights.watching(self._watch), _own_errors():
-            out = self._run(*args, **kwargs)
+            out = self._call(args, kwargs)
         if self.report is None or len(self._plans) != seen:
             self.report = self._build_report()
             weights.guard_module(self._orig_mod)
+        return out
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        if not self._staged:
+            return self._run(*args, **kwargs)
+        named = stages.bind(self._orig_mod, args, kwargs)
+        config = self._backend.config
+        stages.require("stage_inputs", config.stage_inputs, named)
+        out = self._run(**named)
+        stages.require("stage_outputs", config.stage_outputs, out)
         return out
 
     def _watch(self, plan: str, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:

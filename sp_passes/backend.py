@@ -108,6 +108,10 @@ class SequenceParallelPass(_private.CustomGraphPass):
             if params.is_weight(node) and node.users and node not in prepared
         ]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelPass:
+        """Itself: Inductor copies its whole config, and a process group cannot be copied."""
+        return self
+
     def uuid(self) -> Any:
         """Key of Inductor's caches: all that decides the rewrite, no rank, no names."""
         rows = [(i.weight, str(i.placement), i.use) for i in self.inputs or ()]

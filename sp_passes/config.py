@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from .errors import SPError
 from .ops.kernels import kernel_names
@@ -37,6 +38,10 @@ class SPConfig:
         strict: an error where a site's weights stay whole, or there is no site at all.
         hardware: name of a hardware profile, or path of one, for the cost model.
         max_tokens: most *global* tokens of a step; sizes the workspaces of fused kernels.
+        stage_inputs: of a pipeline stage that is not the first: the tensors that arrive as one
+            rank's rows, such as ``{"hidden_states": Shard(0), "residual": Shard(0)}``, by
+            argument name or key.
+        stage_outputs: the same of what a stage that is not the last returns.
 
     Raises:
         SPError: an argument does not fit; the message says what to change.
@@ -52,6 +57,8 @@ class SPConfig:
     strict: bool = False
     hardware: str | None = None
     max_tokens: int | None = None
+    stage_inputs: Any = None
+    stage_outputs: Any = None
 
     def __post_init__(self) -> None:
         self._read_group()
@@ -62,6 +69,7 @@ class SPConfig:
                 f"kernels={self.kernels!r} is unknown; use one of {', '.join(kernel_names())}"
             )
         self._check_tokens()
+        self._check_stages()
         for name in ("release_weights", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise SPError(f"{name} must be True or False, found {getattr(self, name)!r}")
@@ -69,6 +77,10 @@ class SPConfig:
             raise SPError(
                 f"hardware must be the name or path of a profile, found {self.hardware!r}"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SPConfig:
+        """Itself: it is frozen, and a process group cannot be copied."""
+        return self
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -146,6 +158,25 @@ class SPConfig:
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1)
 
+    def _check_stages(self) -> None:
+        """Keep them as sorted pairs of name and text, which hash and compare."""
+        for option in ("stage_inputs", "stage_outputs"):
+            given = getattr(self, option)
+            rows = sorted(dict(given).items()) if _is_pairs(given) else None
+            if given is not None and rows is None:
+                raise SPError(
+                    f"{option} must map names to Shard(0), found {given!r}; write "
+                    f'{option}={{"hidden_states": Shard(0)}}'
+                )
+            for name, placement in rows or ():
+                if placement not in (Shard(0), "S0"):
+                    raise SPError(
+                        f"{option}[{name!r}] is {placement!r}; boundary tensors travel as Shard(0)"
+                    )
+            if rows and self.patterns is not None and "pp_send" not in self.patterns:
+                raise SPError(f"{option} needs the pattern 'pp_send', patterns={self.patterns}")
+            self._set(option, tuple((name, "S0") for name, _ in rows) if rows else None)
+
     @property
     def group_name(self) -> str:
         """The name under which collectives find the group; empty offline."""
@@ -157,6 +188,9 @@ class SPConfig:
         for name in ("patterns", "token_range"):
             if out[name] is not None:
                 out[name] = list(out[name])
+        for name in ("stage_inputs", "stage_outputs"):
+            if out[name] is not None:
+                out[name] = dict(out[name])
         return out
 
     def to_json(self) -> str:
@@ -198,3 +232,15 @@ class SPConfig:
 def _require_int(name: str, value: Any, lowest: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
         raise SPError(f"{name} must be a whole number of at least {lowest}, found {value!r}")
+
+
+def _is_pairs(given: Any) -> bool:
+    """A mapping of names to placements, or its pairs."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    return isinstance(pairs, (tuple, list)) and all(
+        isinstance(pair, (tuple, list))
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], (Placement, str))
+        for pair in pairs
+    )

@@ -5,9 +5,11 @@ Patterns run in phases, by their ``ORDER``; patterns of one phase see the same g
 settle their claims on weights and linears together. A phase only makes what later phases
 read, so one round through them is a fixed point:
 
+     5  gather late: row-wise ops work on own tokens (late_gather), so that a gather stands
+        right before the projections that phase 10 may move before it
     10  shard weights that are whole on every rank (replicated_mlp, latent_projection)
     20  change where activations live (sequence_parallel, pp_send)
-    30  merge collectives with each other and with linears
+    30  merge collectives with each other (shared_gather) and with linears
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import torch
 from torch import fx
 
 from . import policy
+from .barriers import set_barriers
 from .config import SPConfig
 from .errors import PlacementError, SPError
-from .graph import params
+from .graph import boundaries, params
 from .graph.canonical import canonicalise
 from .graph.linears import linears
 from .graph.region import number_nodes
@@ -59,6 +62,8 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
     report = Report(config.tp_size)
     with _stage(report, "canonicalise"):
         canonicalise(graph)
+        boundaries.read_cuts(graph, config.tp_rank or 0, config.group_name, config.tp_size)
+    inputs = {**inputs, **boundaries.input_states(graph)}
     with _stage(report, "propagate"):
         before = propagate(graph, config.tp_size, inputs)
     states, sites = before, list[Site]()
@@ -76,7 +81,9 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
     report.nearest = "" if sites else _nearest(graph)
     report.plan = _plan(config, sites)
     _finish_prepare(graph, config, ready, sites, report.plan)
+    boundaries.order(graph)
     graph.eliminate_dead_code()
+    report.barriers = set_barriers(graph, config.group_name, config.tp_size)
     with _stage(report, "verify"):
         if report.applied:
             _verify(graph, config.tp_size, inputs, before)
@@ -88,8 +95,9 @@ def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Si
     """Find and decide on the graph as it is, then rewrite what was decided."""
     with _stage(report, "find"):
         number_nodes(ctx.graph)
-        sites = _claimed([site for module in modules.values() for site in module.find(ctx)])
-        ctx.sites = sites
+        sites = [site for module in modules.values() for site in module.find(ctx)]
+        ctx.owners = {node: site for site in sites if site.claims for node in site.nodes}
+        sites = [site for site in sites if not _gives_way(ctx, site)]
         sites.sort(key=lambda site: site.nodes[-1].meta["sp_index"])
     with _stage(report, "check"):
         for site in sorted(sites, key=lambda site: not site.claims):
@@ -104,14 +112,10 @@ def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Si
     return sites
 
 
-def _claimed(sites: list[Site]) -> list[Site]:
-    """Without the sites whose linears another pattern claims."""
-    owner = {node: site.pattern for site in sites if site.claims for node in site.nodes}
-    return [
-        site
-        for site in sites
-        if site.claims or all(owner.get(n, site.pattern) == site.pattern for n in site.nodes)
-    ]
+def _gives_way(ctx: Context, site: Site) -> bool:
+    """Whether another pattern claims a linear of a site that claims none."""
+    owners = (ctx.owners.get(node, site) for node in site.nodes)
+    return not site.claims and any(owner.pattern != site.pattern for owner in owners)
 
 
 @contextmanager
@@ -127,9 +131,27 @@ def _stage(report: Report, name: str) -> Iterator[None]:
 def _phases(config: SPConfig) -> list[dict[str, Any]]:
     """The chosen patterns' modules, grouped by order."""
     phases: dict[int, dict[str, Any]] = {}
-    for name, module in patterns(config.patterns).items():
+    for name, module in patterns(_chosen(config)).items():
         phases.setdefault(module.ORDER, {})[name] = module
     return [phases[order] for order in sorted(phases)]
+
+
+def _chosen(config: SPConfig) -> tuple[str, ...]:
+    """Names of the patterns to use.
+
+    A pattern that says ``ONLY_WITH_TOKEN_RANGE`` is a default only where the cost model can
+    judge it. ``FOLLOWED_BY`` names the patterns that finish what one begins.
+    """
+    if config.patterns is None:
+        unjudged = config.token_range is None
+        return tuple(
+            name
+            for name, module in patterns().items()
+            if not (unjudged and getattr(module, "ONLY_WITH_TOKEN_RANGE", False))
+        )
+    named = patterns(config.patterns)
+    more = [name for module in named.values() for name in getattr(module, "FOLLOWED_BY", ())]
+    return (*named, *more)
 
 
 def _settle(sites: list[Site]) -> None:
@@ -199,15 +221,19 @@ def _users(weight: fx.Node) -> Iterator[fx.Node]:
 def _decision(site: Site, tp_size: int, counted: set[fx.Node]) -> Decision:
     """The report's row; a weight's bytes count for the first site that shards it."""
     applied = site.reason is None
+    weights = (applied and site.shards) or site.weights
     return Decision(
         pattern=site.pattern,
         name=site.name,
         applied=applied,
         reason=site.reason or "",
-        weights=tuple(params.fqn(w) for w in (site.shards if applied else site.weights)),
+        weights=tuple(params.fqn(w) for w in weights if params.is_weight(w)),
         bytes_saved_per_rank=site.bytes_saved(tp_size, counted) if applied else 0,
         collectives_added=site.collectives_added if applied else {},
         collectives_removed=site.collectives_removed if applied else {},
+        fused=site.fused if applied else {},
+        bytes_moved=site.bytes_moved if applied else {},
+        detail=site.detail if applied else "",
     )
 
 
@@ -243,7 +269,7 @@ def _enforce_strict(config: SPConfig, graph: fx.Graph, sites: list[Site]) -> Non
         for site in sites
         if site.reason is not None
         and not site.reason.startswith("already sharded")
-        and not sharded.issuperset(site.weights)
+        and not (site.weights and sharded.issuperset(site.weights))
     ]
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
@@ -292,7 +318,7 @@ def _finish_prepare(
         return
     for user in list(ready.users):
         user.replace_input_with(ready, None)  # type: ignore[arg-type]
-    if config.group is not None and linears(graph):
+    if config.group is not None and (sites or linears(graph)):
         with graph.inserting_before(ready):
             node = graph.call_function(torch.ops.sp_passes.agree.default, ([], plan, *where))
         node.meta["val"] = None
@@ -302,12 +328,13 @@ def _finish_prepare(
 def _verify(graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States) -> None:
     """Every value that is still there, and every output, must live where it lived."""
     after = propagate(graph, tp_size, inputs)
+    causes = {s.reason for state in before.values() for s in _flat(state) if s.reason}
     for node in graph.nodes:
         if node.op == "output":
             continue
         new, old = _flat(after[node]), _flat(before.get(node, after[node]))
         unknown = next((s for s in new if s.placement is None), None)
-        if node not in before and unknown is not None:
+        if node not in before and unknown is not None and unknown.reason not in causes:
             raise PlacementError(f"the rewrite made a value that is {unknown}; {_BUG}")
         if not _same(old, new):
             raise PlacementError(
@@ -332,9 +359,14 @@ def _flat(state: Any) -> tuple[State, ...]:
 def _same(old: tuple[State, ...], new: tuple[State, ...]) -> bool:
     """What was known must be as it was; what was not may have become known."""
     return len(old) == len(new) and all(
-        a.placement is None or (a.placement, a.segments) == (b.placement, b.segments)
+        a.placement is None or (a.placement, _segments(a)) == (b.placement, _segments(b))
         for a, b in zip(old, new, strict=True)
     )
+
+
+def _segments(state: State) -> tuple[int, ...] | None:
+    """Of a sharded dimension; a single segment is the whole of it."""
+    return None if state.segments and len(state.segments) == 1 else state.segments
 
 
 def _text(states: tuple[State, ...]) -> str:

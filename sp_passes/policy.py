@@ -9,12 +9,15 @@ weight bytes, F flops a token and H bytes a token's row:
     sharded    = max(W / tp / hbm, F / tp * M / flops) + moved / link + latency * collectives
 
 Both do the same arithmetic a rank; what differs is the bytes read against the bytes
-moved. Where all ranks hold all tokens, the replicated form computes F * M. Without a token range nothing is estimated and every legal site is rewritten.
+moved. Where all ranks hold all tokens, the replicated form computes F * M. A site without
+weights is decided by its pattern. Without a token range nothing is estimated and every
+legal site is rewritten.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,7 +127,9 @@ def decide(ctx: Context, sites: list[Site]) -> None:
     hw = hardware(config.hardware)
     low, high = config.token_range
     for site in sites:
-        if site.reason is not None or _is_sharded_already(site):
+        if site.reason is None and site.cost is not None:
+            site.reason = _slower(site.cost, config.token_range, hw)
+        if site.reason is not None or not site.shards or _is_sharded_already(site):
             continue
         work = work_of(site)
         times = [step_seconds(work, m, ctx.tp_size, hw) for m in (low, (low + high) // 2, high)]
@@ -134,6 +139,20 @@ def decide(ctx: Context, sites: list[Site]) -> None:
                 f"slower: replicated wins for {low} to {high} tokens: estimated crossover at "
                 f"{crossover(work, ctx.tp_size, hw)} tokens"
             )
+
+
+def _slower(
+    cost: Callable[[int, Hardware], tuple[float, float]], tokens: tuple[int, int], hw: Hardware
+) -> str | None:
+    low, high = tokens
+    times = [cost(m, hw) for m in (low, (low + high) // 2, high)]
+    before, after = (sum(t) for t in zip(*times, strict=True))
+    if after < before:
+        return None
+    return (
+        f"slower: estimated {after / 3 * 1e6:.1f} µs instead of {before / 3 * 1e6:.1f} µs for "
+        f"{low} to {high} tokens"
+    )
 
 
 def _is_sharded_already(site: Site) -> bool:
@@ -149,7 +168,8 @@ def work_of(site: Site) -> Work:
         flops=sum(2 * (product(shape(w)) or 0) for w in matrices),
         row_bytes=sum(_row_bytes(n) for n in site.moved) + site.row_bytes,
         collectives=sum(site.collectives_added.values())
-        - sum(site.collectives_removed.values()),
+        - sum(site.collectives_removed.values())
+        - site.shared,
         tokens_whole=site.tokens_whole,
     )
 

@@ -45,8 +45,14 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     weights = ((at ^ (at >> 29)) * _ODD) | 1
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for index, chunk in enumerate(words.split(_CHUNK)):
-        total += (chunk.to(torch.int64) * weights[: chunk.numel()]).sum() * ((index * _MIX) | 1)
+        mine = (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+        total += mine * _signed((index * _MIX) | 1)
     return total + _text_hash(f"{tensor.dtype}{list(tensor.shape)}")
+
+
+def _signed(value: int) -> int:
+    """``value`` modulo 2**64, as int64 holds it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _text_hash(text: str) -> int:

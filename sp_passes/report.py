@@ -25,6 +25,10 @@ class Decision:
         bytes_saved_per_rank: bytes of weights that one rank no longer holds.
         collectives_added: collectives a step runs more, by kind.
         collectives_removed: collectives a step runs less, by kind.
+        fused: collectives that stay, but run inside the op of a product, by kind.
+        bytes_moved: at a pipeline boundary, what one rank sends or receives ``before`` and
+            ``after`` for ``tokens`` global tokens; empty elsewhere, and then not in the JSON.
+        detail: one clause more for the text; not in the JSON where there is none.
     """
 
     pattern: str
@@ -35,8 +39,12 @@ class Decision:
     bytes_saved_per_rank: int = 0
     collectives_added: Mapping[str, int] = field(default_factory=dict)
     collectives_removed: Mapping[str, int] = field(default_factory=dict)
+    fused: Mapping[str, int] = field(default_factory=dict)
+    bytes_moved: Mapping[str, int] = field(default_factory=dict)
+    detail: str = ""
 
     def to_dict(self) -> dict[str, Any]:
+        optional = {"bytes_moved": dict(self.bytes_moved), "detail": self.detail}
         return {
             "pattern": self.pattern,
             "name": self.name,
@@ -46,6 +54,8 @@ class Decision:
             "bytes_saved_per_rank": self.bytes_saved_per_rank,
             "collectives_added": dict(self.collectives_added),
             "collectives_removed": dict(self.collectives_removed),
+            "fused": dict(self.fused),
+            **{key: value for key, value in optional.items() if value},
         }
 
     @classmethod
@@ -59,6 +69,9 @@ class Decision:
             bytes_saved_per_rank=data["bytes_saved_per_rank"],
             collectives_added=dict(data["collectives_added"]),
             collectives_removed=dict(data["collectives_removed"]),
+            fused=dict(data.get("fused", {})),
+            bytes_moved=dict(data.get("bytes_moved", {})),
+            detail=data.get("detail", ""),
         )
 
 
@@ -73,6 +86,8 @@ class Report:
         plan: digest of the decisions, the same on every rank.
         nearest: with no site found, what came closest and what it failed on.
         seconds: time of each stage.
+        barriers: for each overlapped op of the graph, which collective keeps it apart from
+            the next use of its workspace, or why it has a barrier (``sp_passes.barriers``).
         from_cache: read back beside a compiled artifact, not made in this process.
     """
 
@@ -82,6 +97,7 @@ class Report:
     plan: str = ""
     nearest: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    barriers: dict[str, str] = field(default_factory=dict)
     from_cache: bool = False
 
     @property
@@ -103,7 +119,8 @@ class Report:
         for decision in self.applied:
             if decision.weights not in seen or not decision.weights:
                 total += decision.bytes_saved_per_rank
-            seen.add(decision.weights)
+            if decision.bytes_saved_per_rank:
+                seen.add(decision.weights)
         return total
 
     def by_pattern(self) -> dict[str, int]:
@@ -167,7 +184,9 @@ class Report:
         ]
         for d in self.decisions:
             what = (
-                f"{format_bytes(d.bytes_saved_per_rank)} saved, {count_text(d.collectives_added)}"
+                f"{format_bytes(d.bytes_saved_per_rank)} saved, "
+                f"{count_text(d.collectives_added, d.collectives_removed, d.fused)}"
+                + (f"; {d.detail}" if d.detail else "")
                 if d.applied
                 else d.reason
             )
@@ -210,9 +229,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def count_text(counts: Mapping[str, int]) -> str:
-    """``+1 all_gather +1 reduce_scatter``."""
-    return " ".join(f"+{n} {kind}" for kind, n in counts.items()) or "no collectives added"
+def count_text(
+    added: Mapping[str, int],
+    removed: Mapping[str, int] | None = None,
+    fused: Mapping[str, int] | None = None,
+) -> str:
+    """``+1 all_gather +1 reduce_scatter -2 all_gather``, ``1 all_gather fused``."""
+    parts = [f"+{n} {kind}" for kind, n in added.items()]
+    parts += [f"-{n} {kind}" for kind, n in (removed or {}).items()]
+    parts += [f"{n} {kind} fused" for kind, n in (fused or {}).items()]
+    return " ".join(parts) or "no collectives added"
 
 
 def total_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

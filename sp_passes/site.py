@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,8 +12,9 @@ from torch import fx
 from .config import SPConfig
 from .graph import params
 from .graph.linears import Linear
-from .graph.values import nbytes
+from .graph.values import copy_origin, fake_mode, nbytes, set_value
 from .layout import ShardLayout
+from .ops.kernels import has_kernel
 from .placement import State
 
 
@@ -28,11 +29,18 @@ class Site:
         shards: the weights that the rewrite shards and how, once it is known.
         reason: why the site is skipped, or None.
         collectives_added, collectives_removed: by kind.
+        fused: collectives that stay, but run inside the op of a product, by kind.
         moved: values whose rows the added collectives carry.
         row_bytes: what else a token's row moves; negative where a collective goes.
+        shared: how many of the added collectives merge with another site's.
         tokens_whole: every rank computes the site for all tokens before the rewrite.
         claims: its linears are this pattern's also when it is skipped; another pattern's site
             with False gives way, without a row.
+        cost: of a site without weights: seconds before and after, for a number of global tokens
+            and a ``policy.Hardware``.
+        label: the site's name, where its weights do not give one.
+        bytes_moved: what crosses a pipeline boundary before and after, for the report.
+        detail: one clause more for the report's text.
     """
 
     pattern: str
@@ -43,14 +51,20 @@ class Site:
     reason: str | None = None
     collectives_added: dict[str, int] = field(default_factory=dict)
     collectives_removed: dict[str, int] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
     moved: tuple[fx.Node, ...] = ()
     row_bytes: float = 0
+    shared: int = 0
     tokens_whole: bool = False
     claims: bool = True
+    cost: Callable[[int, Any], tuple[float, float]] | None = None
+    label: str = ""
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    detail: str = ""
 
     @property
     def name(self) -> str:
-        return params.common_name([params.fqn(w) for w in self.weights])
+        return self.label or params.common_name([params.fqn(w) for w in self.weights])
 
     def bytes_saved(self, tp_size: int, counted: set[fx.Node]) -> int:
         """Bytes that one rank gives up of the weights not ``counted`` yet; counts them."""
@@ -70,7 +84,7 @@ class Context:
         linears: every linear by its result, in graph order.
         ready: node of ``sp_passes::prepare`` that the emitted ops wait for.
         replaced: values that earlier rewrites replaced, by the old one.
-        sites: what the patterns of this phase found.
+        owners: the site that claims a linear, for each linear of this phase that has one.
     """
 
     graph: fx.Graph
@@ -79,18 +93,47 @@ class Context:
     linears: dict[fx.Node, Linear]
     ready: fx.Node | None = None
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    sites: list[Site] = field(default_factory=list)
+    owners: dict[fx.Node, Site] = field(default_factory=dict)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Give every user of ``old`` the value ``new``."""
         old.replace_all_uses_with(new)
         self.replaced[old] = new
 
+    def erase(self, node: fx.Node) -> None:
+        """Remove what nothing uses any more: ``node`` and what only it used."""
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            if node.op == "call_function" and not node.users and not node._erased:
+                sources = node.all_input_nodes
+                self.graph.erase_node(node)
+                todo.extend(sources)
+
     def now(self, node: fx.Node) -> fx.Node:
         """What stands for ``node`` after the rewrites so far; matches were made before them."""
         while node in self.replaced:
             node = self.replaced[node]
         return node
+
+    def emit(
+        self, target: Any, args: tuple[Any, ...], origin: fx.Node, **options: Any
+    ) -> fx.Node:
+        """``target(*args, **options)`` at the graph's insertion point, with its value.
+
+        It keeps ``origin``'s source lines. An op that has the configured kernel is told to
+        use it.
+        """
+        kernel = self.config.kernels
+        chosen: dict[str, Any] = {"kernel": kernel} if has_kernel(target, kernel) else {}
+        node = self.graph.call_function(target, args, {**chosen, **options})
+        copy_origin(node, origin)
+        return set_value(node, fake_mode(self.graph))
+
+    @property
+    def group(self) -> tuple[str, int]:
+        """The last arguments of every op that communicates."""
+        return self.config.group_name, self.tp_size
 
     @property
     def tp_size(self) -> int:

@@ -52,6 +52,7 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
                 a, k = rebuild(flat)
                 return module(*a, **k)
 
+        stack.enter_context(mode)  # ops without a tensor input (factories, receives) are faked too
         try:
             gm = make_fx(
                 torch.func.functionalize(call, remove="mutations"),
@@ -132,11 +133,13 @@ def _attach(gm: fx.GraphModule, module: nn.Module, weights: list[str], inputs: l
         graph.erase_node(node)
         _install(gm, name, tensor)
     first = next(iter(graph.nodes))
-    for node, name in zip(placeholders[len(weights) :], inputs, strict=True):
+    old = placeholders[len(weights) :]
+    for node, name in zip(old, inputs, strict=True):
         with graph.inserting_before(first):
             new = graph.placeholder(name)
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
+    for node in old:
         graph.erase_node(node)
     _plain_signature(graph)
     graph.lint()

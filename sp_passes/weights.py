@@ -32,11 +32,13 @@ class _Resident:
     """What this rank keeps of one weight.
 
     ``shard`` None means that two graphs want it cut differently: the weight stays whole
-    and every use takes its part from it.
+    and every use takes its part from it. ``strides`` tells a weight from another view of
+    its storage, such as its transpose.
     """
 
     ref: Any
     layout: ShardLayout
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
     pg: Any
     shard: Tensor | None
     nbytes: int
@@ -54,6 +56,10 @@ _watch = threading.local()
 _read_whole: dict[tuple[int, int], Any] = {}
 
 Watcher = Callable[[str, Sequence[Tensor], Sequence[str]], None]
+
+
+def _strides(weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(weight.shape), weight.stride()
 
 
 def _key(weight: Tensor) -> tuple[int, int]:
@@ -88,7 +94,7 @@ def compiled(plan: str, summary: str) -> None:
 def resident(weight: Tensor, layout: ShardLayout, pg: Any) -> Tensor:
     """This rank's part of ``weight``; never hand it out of an op, its buffer is not yours."""
     entry = _table.get(_key(weight))
-    if entry is not None and entry.shard is not None and _same(entry, layout, pg):
+    if entry is not None and entry.shard is not None and _same(entry, weight, layout, pg):
         return entry.shard
     if entry is None:
         prepare([weight], [layout], [name_of(weight)], None, False, pg)
@@ -144,8 +150,8 @@ def prepare(
         _sweep()
 
 
-def _same(entry: _Resident, layout: ShardLayout, pg: Any) -> bool:
-    return entry.layout == layout and entry.pg is pg
+def _same(entry: _Resident, weight: Tensor, layout: ShardLayout, pg: Any) -> bool:
+    return entry.layout == layout and entry.pg is pg and entry.strides == _strides(weight)
 
 
 def _shard(weight: Tensor, layout: ShardLayout, pg: Any, release: bool) -> _Resident:
@@ -153,7 +159,8 @@ def _shard(weight: Tensor, layout: ShardLayout, pg: Any, release: bool) -> _Resi
     with torch.no_grad():
         part = layout.take(weight.detach(), pg.rank(), pg.size())
         shard = part.clone(memory_format=torch.contiguous_format)
-    entry = _Resident(_private.storage_weak_ref(weight), layout, pg, shard, nbytes, False)
+    ref = _private.storage_weak_ref(weight)
+    entry = _Resident(ref, layout, _strides(weight), pg, shard, nbytes, False)
     weakref.finalize(weight, _sweep).atexit = False
     if release and pg.size() > 1:
         _release(weight, entry)
@@ -205,16 +212,17 @@ def _restore(weight: Tensor, entry: _Resident) -> None:
     _private.all_gather_into(parts.view(-1), entry.shard.view(-1), entry.pg)
     weight.untyped_storage().resize_(entry.nbytes)
     with torch.no_grad():
+        whole = weight.detach().as_strided(*entry.strides)
         for rank in range(size):
-            entry.layout.put(weight.detach(), parts[rank], rank, size)
+            entry.layout.put(whole, parts[rank], rank, size)
     entry.released = False
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Weights and buffers by FQN, also of a compiled wrapper around the module."""
     module = getattr(module, "_orig_mod", module)
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from module.named_buffers(remove_duplicate=remove_duplicate)
 
 
 def remember_names(module: nn.Module) -> None:
@@ -293,7 +301,7 @@ def load_full_state_dict(
         SPError: missing or unexpected names (with ``strict``), a wrong shape.
         ReplicationError: the ranks bring different values; nothing was changed.
     """
-    targets = dict(_tensors(module))
+    targets = dict(_tensors(module, remove_duplicate=False))
     wanted = targets.keys() - _unsaved(module)
     missing, extra = sorted(wanted - state_dict.keys()), sorted(state_dict.keys() - wanted)
     if strict and (missing or extra):
@@ -314,9 +322,19 @@ def load_full_state_dict(
             entry = _table.get(_key(old))
             if entry is not None and entry.shard is not None:
                 pg = entry.pg
-                entry.shard.copy_(entry.layout.take(new, pg.rank(), pg.size()))
+                whole = _as_held(entry, old, new)
+                entry.shard.copy_(entry.layout.take(whole, pg.rank(), pg.size()))
             if entry is None or not entry.released:
                 old.copy_(new)
+
+
+def _as_held(entry: _Resident, old: Tensor, new: Tensor) -> Tensor:
+    """``new`` as the view of the storage that ``entry`` was cut from."""
+    if entry.strides == _strides(old):
+        return new
+    whole = new.new_empty_strided(*entry.strides)
+    whole.as_strided(*_strides(old)).copy_(new)
+    return whole
 
 
 def _prove_new(pairs: Sequence[tuple[str, Tensor, Tensor]]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from ..layout import ShardLayout
+from ..layout import LocalPart, ShardLayout, parse
 from .context import Op, RuleError
-from .registry import register
+from .registry import register, spread
+from .rules_matmul import product
+from .rules_pointwise import Operand, add_up, operand
 from .state import REPLICATE, State, States, same_segments, shard
 
 SHARD0 = shard(0)
@@ -133,28 +135,64 @@ def _whole(op: Op, args: Any, why: str) -> None:
 
 
 def _ag_gemm(op: Op) -> States:
-    """x Shard(0) times parts of whole weights -> each Shard(last); the gathered x after them."""
+    """x Shard(0) times weights -> one product each, and the gathered x after them."""
     _world(op, ("tp_size",))
     x = op.args[0]
-    layouts = [ShardLayout.parse(text) for text in op.arg("layouts")]
-    _whole(op, op.arg("weights"), "the op cuts the whole logical weight itself")
-    _whole(op, op.arg("biases"), "the op cuts the whole logical bias itself")
     if op.state(x).dim != 0:
         raise RuleError(op.describe(x), "Shard(0)", "ag_gemm gathers the ranks' tokens")
+    return _products(op)
+
+
+def _ag_gemm_result(op: Op) -> States:
+    """Whatever x is: the gathered rows are on every rank, and so are their products."""
+    try:
+        return _products(op)
+    except RuleError as error:
+        return spread(op, State(None, reason=f"{op.node.name}: {error}"))
+
+
+def _products(op: Op) -> States:
+    """Each product: Shard(last) of a whole weight that is cut, else as a plain linear's."""
+    x = op.args[0]
     last = len(op.shape(x)) - 1
     if last == 0:
         raise RuleError(f"{x.name} of one dimension", "[tokens, …, features]")
-    out = tuple(shard(last, cut.segments) for cut in layouts)
-    return (*out, REPLICATE) if op.arg("gathered", False) else out
+    rows = Operand(f"the gathered {x.name}", op.shape(x), REPLICATE)
+    given = zip(op.arg("layouts"), op.arg("weights"), op.arg("biases"), strict=True)
+    out: list[State] = []
+    for text, weight, bias in given:
+        cut = parse(text)
+        if isinstance(cut, LocalPart):
+            state = _times(op, rows, weight, cut.dim == 0)
+            sizes = op.node.meta["val"][len(out)].shape
+            addends = [operand(op, bias)] if bias is not None else []
+            out.append(add_up([*addends, Operand("the product", sizes, state)], sizes))
+            continue
+        _whole(op, [weight], "the op cuts the whole logical weight itself")
+        _whole(op, [bias], "the op cuts the whole logical bias itself")
+        out.append(shard(last, cut.segments))
+    return (*out, REPLICATE) if op.arg("gathered", False) else tuple(out)
+
+
+def _times(op: Op, x: Operand, weight: fx.Node, out_first: bool) -> State:
+    """A plain product of ``x`` and a weight as this rank holds it."""
+    lead = "abcdefgh"[: len(x.shape) - 1]
+    matrix = "nk" if out_first else "kn"
+    return product(op, x, operand(op, weight), f"{lead}k,{matrix}->{lead}n")
 
 
 def _gemm_rs(op: Op) -> State:
     """x Shard(last) times the weight's rows of the same features, summed -> Shard(0)."""
     _world(op, ("tp_size",))
     x = op.args[0]
-    layout = ShardLayout.parse(op.arg("layout"))
-    _whole(op, [op.arg("weight")], "the op cuts the whole logical weight itself")
+    layout = parse(op.arg("layout"))
     _whole(op, [op.arg("bias")], "it is added once, after the reduction")
+    if isinstance(layout, LocalPart):
+        found = _times(op, operand(op, x), op.arg("weight"), layout.dim == 1)
+        if not found.is_partial:
+            raise RuleError(f"a product that is {found}", "Partial()", "gemm_rs sums addends")
+        return SHARD0
+    _whole(op, [op.arg("weight")], "the op cuts the whole logical weight itself")
     state = op.state(x)
     last = len(op.shape(x)) - 1
     if state.dim != last or last == 0:
@@ -167,6 +205,48 @@ def _gemm_rs(op: Op) -> State:
             "each rank would multiply features by the weights of other features",
         )
     return SHARD0
+
+
+def _gemm_gather(op: Op) -> State:
+    """x Replicate() times parts of a whole weight, all parts gathered -> Replicate()."""
+    _world(op, ("tp_size",))
+    x = op.args[0]
+    _whole(op, [op.arg("weight"), op.arg("bias")], "the op cuts whole logical weights itself")
+    if not op.state(x).is_replicate:
+        raise RuleError(
+            op.describe(x),
+            "Replicate()",
+            "gathering the features that each rank computed of other tokens never completes a "
+            "token: all-gather the tokens first",
+        )
+    return REPLICATE
+
+
+def _feature_to_token(op: Op) -> State:
+    """x Shard(last) -> Shard(0); the layout's segments must be those of x."""
+    _world(op, ("tp_size",))
+    x = op.args[0]
+    layout, state = ShardLayout.parse(op.arg("layout")), op.state(x)
+    last = len(op.shape(x)) - 1
+    if state.dim != last or last == 0:
+        raise RuleError(op.describe(x), f"Shard({last})", "it gathers sharded features")
+    if not same_segments(state.segments, layout.segments)[1]:
+        raise RuleError(
+            op.describe(x),
+            f"segments {list(layout.segments)}, those of the layout {layout}",
+            "the features would come back in another order",
+        )
+    return SHARD0
+
+
+def _token_to_feature(op: Op) -> State:
+    """x Shard(0) -> Shard(last), one segment."""
+    _world(op, ("tp_size",))
+    x = op.args[0]
+    last = len(op.shape(x)) - 1
+    if op.state(x).dim != 0 or last == 0:
+        raise RuleError(op.describe(x), "Shard(0)", "it gathers sharded tokens")
+    return shard(last, (op.shape(x)[last],))
 
 
 def _local_shard(op: Op) -> State:
@@ -196,6 +276,32 @@ def _along_arg(op: Op) -> State:
     return shard(dim + len(op.shape(source)) if dim < 0 else dim)
 
 
+# --- pipeline boundaries ----------------------------------------------------------------
+
+
+def _token_shard(op: Op) -> State:
+    """Rows of a whole value -> Shard(0)."""
+    _world(op, ("tp_size",))
+    source = op.args[0]
+    if op.state(source).dim == 0:
+        raise RuleError(op.describe(source), "Replicate()", "a second split would lose rows")
+    _whole(op, [source], "a rank's rows are cut from a whole value")
+    return SHARD0
+
+
+def _send(op: Op) -> State:
+    """A send says what it carries, and carries that."""
+    x = op.arg("x")
+    wanted = SHARD0 if op.arg("placement", "R") == "S0" else REPLICATE
+    if op.state(x).placement != wanted.placement:
+        raise RuleError(op.describe(x), f"{wanted}, as it is sent", "the receiver takes it for that")
+    return REPLICATE
+
+
+def _received(op: Op) -> State:
+    return SHARD0 if op.arg("placement", "R") == "S0" else REPLICATE
+
+
 _TABLE: tuple[tuple[str, Any, Any], ...] = (
     ("_c10d_functional::all_gather_into_tensor", _gather(None, "group_size"), _replicated),
     ("_c10d_functional::reduce_scatter_tensor", _scatter(None, "group_size"), _first_rows),
@@ -208,10 +314,19 @@ _TABLE: tuple[tuple[str, Any, Any], ...] = (
     ("vllm::all_reduce", _reduce, _replicated),
     ("sp_passes::all_gather", _gather(None, "tp_size"), _replicated),
     ("sp_passes::reduce_scatter", _scatter(None, "tp_size"), _first_rows),
-    ("sp_passes::ag_gemm", _ag_gemm, None),
+    ("sp_passes::ag_gemm", _ag_gemm, _ag_gemm_result),
     ("sp_passes::gemm_rs", _gemm_rs, _first_rows),
+    ("sp_passes::gemm_gather", _gemm_gather, _replicated),
+    ("sp_passes::feature_to_token", _feature_to_token, _first_rows),
+    ("sp_passes::token_to_feature", _token_to_feature, None),
     ("sp_passes::local_shard", _local_shard, None),
     ("sp_passes::prepare", _prepare, None),
+    ("sp_passes::token_shard sp_passes::stage_output", _token_shard, _first_rows),
+    ("vllm::sequence_parallel_chunk_impl", _token_shard, _first_rows),
+    ("sp_passes::stage_input", _gather(None, "tp_size"), _replicated),
+    ("sp_passes::pp_send sp_passes::pp_send_", _send, None),
+    ("sp_passes::pp_recv", _received, _received),
+    ("_c10d_functional::isend _c10d_functional::irecv", _replicated, _replicated),
 )
 
 for _names, _rule, _result in _TABLE:
