@@ -19,6 +19,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+	$(BIN)/mypy -p patterns
 
 # One command for everything, so that the pinned torch is the only one ever considered.
 $(STAMP): pyproject.toml

@@ -105,7 +105,7 @@ def _is_one_block(gather: Collective, node: fx.Node) -> bool:
     rows = static(shape(gather.x)[0])
     if node.target is not aten.slice.Tensor or rows is None or rows == 0:
         return False
-    dim, start, end, step = (*args(node)[1:], *(0, None, None, 1)[len(node.args) - 1 :])[:4]
+    dim, start, _, step = (*args(node)[1:], *(0, None, None, 1)[len(node.args) - 1 :])[:4]
     start = 0 if start is None else start
     if dim != 0 or step != 1 or not isinstance(start, int) or start < 0:
         return False

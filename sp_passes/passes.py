@@ -7,9 +7,17 @@ read, so one round through them is a fixed point:
 
      5  gather late: row-wise ops work on own tokens (late_gather), so that a gather stands
         right before the projections that phase 10 may move before it
-    10  shard weights that are whole on every rank (replicated_mlp, latent_projection)
-    20  change where activations live (sequence_parallel, pp_send)
-    30  merge collectives with each other (shared_gather) and with linears
+    10  shard weights that are whole on every rank (replicated_mlp, latent_projection): first
+        of what saves memory, as it needs the linears that later phases hide in ops
+    15  shard the tokens of a plain tensor-parallel graph (sequence_parallel): makes gathers
+        and reduce-scatters, and cuts at pipeline boundaries, for the phases below
+    20  keep tokens sharded across pipeline boundaries (pp_send)
+    25  drop collectives that bring nothing new (dead_collectives), those of the phases above
+        among them, while each is still a node of its own
+    27  take collectives into the linears beside them (ag_gemm, gemm_rs)
+    30  gather the same rows once (shared_gather), also for the ops of phases 10 and 27
+
+Last, every overlapped op is proven apart from its neighbours or gets a barrier (barriers).
 """
 
 from __future__ import annotations
@@ -71,7 +79,7 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
     for phase in _phases(config):
         if any(site.reason is None for site in sites):
             with _stage(report, "propagate"):
-                states = propagate(graph, config.tp_size, inputs)
+                states = propagate(graph, config.tp_size, inputs, states)
         ctx = Context(graph, config, states, linears(graph), ready)
         sites += _run_phase(ctx, phase, report)
     _enforce_strict(config, graph, sites)

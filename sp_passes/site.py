@@ -116,9 +116,7 @@ class Context:
             node = self.replaced[node]
         return node
 
-    def emit(
-        self, target: Any, args: tuple[Any, ...], origin: fx.Node, **options: Any
-    ) -> fx.Node:
+    def emit(self, target: Any, args: tuple[Any, ...], origin: fx.Node, **options: Any) -> fx.Node:
         """``target(*args, **options)`` at the graph's insertion point, with its value.
 
         It keeps ``origin``'s source lines. An op that has the configured kernel is told to

@@ -108,8 +108,10 @@ def staged(module: nn.Module, config: SPConfig) -> Callable[..., Any]:
     and the pattern ``pp_send`` takes them out.
     """
 
-    def run(**named: Any) -> Any:
-        return leave(module(**enter(named, config)), config)
+    self = module  # names in a compiled graph begin with the variable; these two are left out
+
+    def run(**stage_arguments: Any) -> Any:
+        return leave(self(**enter(stage_arguments, config)), config)
 
     return run
 

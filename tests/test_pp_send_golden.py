@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """Stages before and after ``pp_send``, as text; every form that is legal, and every skip.
 
 ``EXPECTTEST_ACCEPT=1 pytest tests/test_pp_send_golden.py`` rewrites the texts.

@@ -23,7 +23,6 @@ import torch
 from ..ops.decode import Tiling
 from . import decode as decode_bench
 from . import kernels as kernels_bench
-from .kernels import TOKENS
 from .links import LINKS
 from .timing import ceilings, versions
 
@@ -73,7 +72,9 @@ def part_decode(results: Results, full: bool) -> None:
 
 def part_stand_in(results: Results, full: bool) -> None:
     for link in LINKS:
-        found = kernels_bench.run(tokens=TOKENS if full else (1024, 4096), link=link)
+        found = kernels_bench.run(
+            tokens=(1024, 2048, 4096, 8192) if full else (1024, 4096), link=link
+        )
         results[f"kernels_{link}"] = found["rows"]
         print(kernels_bench.table(found), flush=True)
 

@@ -30,7 +30,7 @@ class LoopBackPeers:
         self.slots = torch.randn(size, *shape, device="cuda", dtype=torch.float32).to(dtype)
         far = self.slots.clone()
         self.far = far.cpu().pin_memory() if link == "pinned" else far
-        self._done: dict[int, torch.cuda.Event] = {}
+        self._done: dict[tuple[int, int], torch.cuda.Event] = {}
 
     def open(self) -> None:
         """Nothing to wait for: there is one process."""
@@ -38,18 +38,19 @@ class LoopBackPeers:
     def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.slots
 
-    def push(self, rows: Tensor, step: int, shape: tuple[int, ...]) -> None:
+    def push(self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int) -> None:
         src = (self.rank - step) % self.size
+        span = slice(start, start + rows.shape[0])
         if self.incoming:
-            self.slots[src].copy_(self.far[src], non_blocking=True)
+            self.slots[src, span].copy_(self.far[src, span], non_blocking=True)
         else:
-            self.far[src].copy_(rows, non_blocking=True)
+            self.far[src, span].copy_(rows, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._done[src] = event
+        self._done[src, piece] = event
 
-    def wait(self, src: int) -> None:
-        torch.cuda.current_stream().wait_event(self._done[src])
+    def wait(self, src: int, piece: int) -> None:
+        torch.cuda.current_stream().wait_event(self._done[src, piece])
 
     def transfer(self) -> None:
         """All chunks but the own one, on the current stream."""

@@ -101,9 +101,9 @@ def bench_options() -> None:
 @handled
 def passes(json: Json = False) -> None:
     """What the pass itself costs: tracing against rewriting, compile time, host overhead."""
-    from . import bench as command
+    from .bench import passes as command
 
-    command.passes(json)
+    command(json)
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def _keeps_last(node: fx.Node) -> bool:
 def _pads_rows(node: fx.Node) -> bool:
     pad: Any = args(node)[1]
     value = args(node)[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
-    return value == 0 and all(static(n) == 0 for n in pad[:2])
+    return bool(value == 0) and all(static(n) == 0 for n in pad[:2])
 
 
 def _always(node: fx.Node) -> bool:

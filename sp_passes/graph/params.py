@@ -66,6 +66,6 @@ _CONTAINERS = {"_modules", "_parameters", "_buffers"}
 def fqn_of_source(source: str) -> str:
     """``layers.0.mlp.weight`` from Dynamo's ``L['self']._modules['layers']…``, x from ``L['x']``."""
     parts = [a or b or c for a, b, c in _SOURCE.findall(source)]
-    if source.startswith("G[") or source.startswith("L['self']"):
+    if source.startswith("G[") or source.startswith(("L['self']", "L['stage_arguments']")):
         parts = parts[1:]
     return ".".join(p for p in parts if p not in _CONTAINERS) or source

@@ -41,6 +41,7 @@ from ..errors import ShardingError, SPError
 from ..layout import Layout, LocalPart, ShardLayout, parse
 from . import copy_engine as copy_engine
 from . import features, p2p, unfused
+from . import torch_fused as torch_fused
 from .groups import group_of as group_of
 from .kernels import Call, barred, choose
 

@@ -7,12 +7,15 @@
               side stream:  barrier, push each partial to its owner
               main stream:  all partials here: one kernel adds them in rank order, float32
 
-Needs peer access only; any matrix product works, here ``torch.mm``.
+Few ranks make large chunks, so a chunk is cut into pieces that travel and compute on their
+own, as long as the product of a piece still fills the GPU. Needs peer access only; any
+matrix product works, here ``torch.mm``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,12 +35,24 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, first: bool, out: Tensor) -> None:
-    matrix = weight.t() if first else weight
+# Elements of a product that fill an H100 or H200 once: 132 tiles of 128 x 256.
+_FULL = 132 * 128 * 256
+_CHUNKS = 8
+
+
+def spans(size: int, rows: int, n: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of the pieces of a chunk of ``rows`` for a product ``n`` wide."""
+    count = max(1, min(rows * n // _FULL, _CHUNKS // size))
+    edges = [rows * i // count for i in range(count + 1)]
+    return list(pairwise(edges))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``x @ weight.T`` into ``out``; ``weight [n, k]``."""
     if bias is None:
-        torch.mm(x, matrix, out=out)
+        torch.mm(x, weight.t(), out=out)
     else:
-        torch.addmm(bias, x, matrix, out=out)
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def gather_products(
@@ -57,23 +72,24 @@ def gather_products(
     size, rank = peers.size, peers.rank
     shape = (size, rows, k)
     main = torch.cuda.current_stream()
+    columns = [w if first else w.t() for w, first in zip(weights, out_first, strict=True)]
+    pieces = spans(size, rows, max(w.shape[0] for w in columns))
     peers.side.wait_stream(main)
     with torch.cuda.stream(peers.side):
         peers.open()
         for step in range(1, size):
-            peers.push(x, step, shape)
+            for piece, (start, stop) in enumerate(pieces):
+                peers.push(x[start:stop], step, shape, start, piece)
     arrived = peers.mine(shape, x.dtype)
-    widths = [
-        w.shape[0] if first else w.shape[1] for w, first in zip(weights, out_first, strict=True)
-    ]
-    outs = [x.new_empty((size, rows, n)) for n in widths]
-    for step in range(size):
+    outs = [x.new_empty((size, rows, w.shape[0])) for w in columns]
+    for out, weight, bias in zip(outs, columns, biases, strict=True):
+        _product(x, weight, bias, out[rank])
+    for step in range(1, size):
         src = (rank - step) % size
-        if step:
-            peers.wait(src)
-        chunk = arrived[src] if step else x
-        for out, weight, bias, first in zip(outs, weights, biases, out_first, strict=True):
-            _product(chunk, weight, bias, first, out[src])
+        for piece, (start, stop) in enumerate(pieces):
+            peers.wait(src, piece)
+            for out, weight, bias in zip(outs, columns, biases, strict=True):
+                _product(arrived[src, start:stop], weight, bias, out[src, start:stop])
     main.wait_stream(peers.side)
     return arrived, [out.flatten(0, 1) for out in outs]
 
@@ -84,23 +100,27 @@ def product_reduce(
     """``x [size * rows, k]`` times the weight, added over ranks: this rank's ``[rows, n]``."""
     size, rank = peers.size, peers.rank
     rows = x.shape[0] // size
-    n = weight.shape[0] if out_first else weight.shape[1]
+    columns = weight if out_first else weight.t()
     chunks = x.view(size, rows, -1)
-    shape = (size, rows, n)
+    shape = (size, rows, columns.shape[0])
+    pieces = spans(size, rows, columns.shape[0])
     main = torch.cuda.current_stream()
     peers.side.wait_stream(main)
     with torch.cuda.stream(peers.side):
         peers.open()
-    partial = x.new_empty((size - 1, rows, n))
+    partial = x.new_empty((size - 1, *shape[1:]))
     for step in range(size - 1, 0, -1):
-        _product(chunks[(rank + step) % size], weight, None, out_first, partial[step - 1])
-        peers.side.wait_stream(main)
-        with torch.cuda.stream(peers.side):
-            peers.push(partial[step - 1], step, shape)
+        chunk, made = chunks[(rank + step) % size], partial[step - 1]
+        for piece, (start, stop) in enumerate(pieces):
+            _product(chunk[start:stop], columns, None, made[start:stop])
+            peers.side.wait_stream(main)
+            with torch.cuda.stream(peers.side):
+                peers.push(made[start:stop], step, shape, start, piece)
     arrived = peers.mine(shape, x.dtype)
-    _product(chunks[rank], weight, None, out_first, arrived[rank])
+    _product(chunks[rank], columns, None, arrived[rank])
     for step in range(size - 1, 0, -1):
-        peers.wait((rank - step) % size)
+        for piece in range(len(pieces)):
+            peers.wait((rank - step) % size, piece)
     out = _add(arrived, bias)
     main.wait_stream(peers.side)
     return out
@@ -109,7 +129,7 @@ def product_reduce(
 def _add(parts: Tensor, bias: Tensor | None) -> Tensor:
     if triton_missing() is None:
         return add_in_rank_order(parts, bias)
-    total = parts[0].float()
+    total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
     return (total if bias is None else total + bias).to(parts.dtype)

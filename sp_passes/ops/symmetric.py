@@ -25,7 +25,7 @@ from ..errors import SPError
 
 log = logging.getLogger("sp_passes")
 
-_BARRIER, _DATA = 0, 1  # signal channels
+_BARRIER, _DATA = 0, 1  # signal channels; pieces count up from _DATA
 _MODULE = "torch.distributed._symmetric_memory"
 
 
@@ -42,11 +42,14 @@ class Peers(Protocol):
     def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """This rank's buffer, ``shape[0] == size`` slots, one for each source rank."""
 
-    def push(self, rows: Tensor, step: int, shape: tuple[int, ...]) -> None:
-        """On the current stream: ``rows`` into slot ``rank`` of the peer, then signal it."""
+    def push(self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int) -> None:
+        """On the current stream: ``rows`` into slot ``rank`` of the peer, from row ``start``.
 
-    def wait(self, src: int) -> None:
-        """On the current stream: wait until slot ``src`` is filled."""
+        Then signal it that this ``piece`` is there.
+        """
+
+    def wait(self, src: int, piece: int) -> None:
+        """On the current stream: wait until that piece of slot ``src`` is there."""
 
 
 class SymmetricPeers:
@@ -66,13 +69,14 @@ class SymmetricPeers:
     def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.handle.get_buffer(self.rank, shape, dtype)
 
-    def push(self, rows: Tensor, step: int, shape: tuple[int, ...]) -> None:
+    def push(self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int) -> None:
         peer = (self.rank + step) % self.size
-        self.handle.get_buffer(peer, shape, rows.dtype)[self.rank].copy_(rows)
-        self.handle.put_signal(peer, channel=_DATA)
+        slot = self.handle.get_buffer(peer, shape, rows.dtype)[self.rank]
+        slot[start : start + rows.shape[0]].copy_(rows)
+        self.handle.put_signal(peer, channel=_DATA + piece)
 
-    def wait(self, src: int) -> None:
-        self.handle.wait_signal(src, channel=_DATA)
+    def wait(self, src: int, piece: int) -> None:
+        self.handle.wait_signal(src, channel=_DATA + piece)
 
 
 _workspaces: dict[str, SymmetricPeers] = {}

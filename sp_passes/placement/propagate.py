@@ -17,7 +17,10 @@ Refuse = Callable[[fx.Node, RuleError], State]
 
 
 def propagate(
-    graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, Placement | State]
+    graph: fx.Graph,
+    tp_size: int,
+    inputs: Mapping[fx.Node, Placement | State],
+    known: Mapping[fx.Node, States] | None = None,
 ) -> dict[fx.Node, States]:
     """The state of every node, for the SPMD program of one rank.
 
@@ -28,8 +31,10 @@ def propagate(
     Args:
         graph: aten graph with local shapes in ``meta["val"]``.
         inputs: states of placeholders and get_attr nodes; what is missing is replicated.
+        known: states of an earlier run that still hold, so that only new nodes are looked at,
+            and those that were unknown.
     """
-    return run(graph, tp_size, inputs, _unknown)
+    return run(graph, tp_size, inputs, _unknown, known)
 
 
 def _unknown(node: fx.Node, error: RuleError) -> State:
@@ -41,13 +46,18 @@ def run(
     tp_size: int,
     inputs: Mapping[fx.Node, Placement | State],
     refuse: Refuse,
+    known: Mapping[fx.Node, States] | None = None,
 ) -> dict[fx.Node, States]:
     """``propagate`` with ``refuse`` called where a rule fails; it raises or gives a state."""
     env: dict[fx.Node, States] = {}
     op = Op(env, tp_size)
     strict = refuse is not _unknown
+    known = known or {}
     for node in graph.nodes:
-        if node.op == "call_function":
+        before = known.get(node)
+        if before is not None and node.op != "output" and _is_known(before):
+            env[node] = before
+        elif node.op == "call_function":
             env[node] = _call(op, node, refuse, strict)
         elif node.op in ("placeholder", "get_attr"):
             given = inputs.get(node, REPLICATE)
@@ -57,6 +67,12 @@ def run(
         else:
             env[node] = _call(op, node, refuse, strict)
     return env
+
+
+def _is_known(states: States) -> bool:
+    if isinstance(states, State):
+        return states.placement is not None
+    return all(state.placement is not None for state in states)
 
 
 def _call(op: Op, node: fx.Node, refuse: Refuse, strict: bool) -> States:

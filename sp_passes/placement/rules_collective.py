@@ -294,7 +294,8 @@ def _send(op: Op) -> State:
     x = op.arg("x")
     wanted = SHARD0 if op.arg("placement", "R") == "S0" else REPLICATE
     if op.state(x).placement != wanted.placement:
-        raise RuleError(op.describe(x), f"{wanted}, as it is sent", "the receiver takes it for that")
+        meaning = "the receiver takes it for what the send says"
+        raise RuleError(op.describe(x), str(wanted), meaning)
     return REPLICATE
 
 

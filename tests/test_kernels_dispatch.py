@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel runs, what the copy engine schedules, and what its workspace refuses."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_passes import SPError
+from sp_passes.ops import copy_engine, kernels, symmetric, tuned
+from sp_passes.ops.kernels import Call, choose
+
+CALL = Call("ag_gemm", "cuda", torch.bfloat16, 6288, 7168, 4096, 2)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+def on(call: Call, **changes: Any) -> Call:
+    return Call(**{**vars(call), **changes})
+
+
+def test_unmeasured_is_unfused() -> None:
+    assert choose(on(CALL, device="cpu"), "auto").name == "unfused"
+    assert choose(on(CALL, n=17), "auto").name == "unfused"
+
+
+def test_measured_winner_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "winner", lambda call: "copy_engine")
+    assert choose(CALL, "auto").name == "copy_engine"
+    assert choose(on(CALL, device="cpu"), "auto").name == "unfused"
+
+
+@pytest.mark.parametrize("name", ["copy_engine", "torch"])
+def test_cuda_only_kernels_say_so(name: str) -> None:
+    with pytest.raises(SPError, match=f"kernel '{name}' does not support .* are on cpu"):
+        choose(on(CALL, device="cpu"), name)
+    with pytest.raises(SPError, match="one rank has no peers"):
+        choose(on(CALL, tp_size=1), name)
+
+
+def test_unknown_kernel() -> None:
+    with pytest.raises(SPError, match=r"no kernel 'fast' for ag_gemm; there are \('auto'"):
+        choose(CALL, "fast")
+
+
+def test_buckets() -> None:
+    times = {
+        1024: {"unfused": 10.0, "copy_engine": 9.9},
+        2048: {"unfused": 10.0, "copy_engine": 5.0},
+        4096: {"unfused": 10.0, "copy_engine": 5.0},
+        8192: {"unfused": 10.0, "copy_engine": 12.0},
+    }
+    buckets = tuned.buckets_of(times)
+    assert buckets == (
+        (1024, "unfused"), (2048, "unfused"), (4096, "copy_engine"), (8192, "unfused"),
+    )  # fmt: skip
+    for tokens, name in ((1, "unfused"), (2049, "copy_engine"), (4096, "copy_engine")):
+        assert tuned.in_bucket(buckets, tokens) == name
+    assert tuned.in_bucket(buckets, 8193) is None
+
+
+def test_shipped_table_names_kernels() -> None:
+    for key, buckets in tuned.MEASURED.items():
+        assert key[1] in kernels.OPS
+        assert [most for most, _ in buckets] == sorted(most for most, _ in buckets)
+        for _, name in buckets:
+            assert (key[1], name) in kernels._TABLE
+
+
+def test_table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    key = ((9, 0), "ag_gemm", 6288, 7168, 2, "bfloat16")
+    tuned.write(path, {key: ((4096, "copy_engine"),)})
+    other = ((9, 0), "gemm_rs", 7168, 768, 2, "bfloat16")
+    tuned.write(path, {other: ((64, "unfused"),)})
+    assert tuned.read(path) == {key: ((4096, "copy_engine"),), other: ((64, "unfused"),)}
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    monkeypatch.setattr(tuned, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tuned.table.cache_clear()
+    try:
+        assert tuned.winner(CALL) == "copy_engine"
+        assert choose(CALL, "auto").name == "copy_engine"
+    finally:
+        tuned.table.cache_clear()
+
+
+def test_bad_table_file(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('[{"op": 1}]')
+    with pytest.raises(SPError, match="is no kernel table"):
+        tuned.read(path)
+
+
+def test_pieces_cover_the_rows_and_fill_the_gpu() -> None:
+    assert copy_engine.spans(8, 4096, 7168) == [(0, 4096)]
+    assert copy_engine.spans(2, 5, 64) == [(0, 5)]
+    found = copy_engine.spans(2, 16384, 7168)
+    assert len(found) == 4
+    assert [a for a, _ in found[1:]] == [b for _, b in found[:-1]]
+    assert found[0][0] == 0 and found[-1][1] == 16384
+
+
+class Recorder:
+    """Peers of one rank on CPU: what arrives is there from the start, pushes are written down."""
+
+    def __init__(self, slots: Tensor, rank: int) -> None:
+        self.slots, self.rank, self.size = slots, rank, slots.shape[0]
+        self.side = SimpleNamespace(wait_stream=lambda other: None)
+        self.log: list[Any] = []
+        self.pushed: dict[int, Tensor] = {}
+
+    def open(self) -> None:
+        self.log.append("open")
+
+    def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert tuple(shape) == tuple(self.slots.shape)
+        return self.slots
+
+    def push(self, rows: Tensor, step: int, shape: Any, start: int, piece: int) -> None:
+        self.log.append(("push", step, piece))
+        peer = (self.rank + step) % self.size
+        self.pushed.setdefault(peer, torch.zeros(shape[1:]))[start : start + len(rows)] = rows
+
+    def wait(self, src: int, piece: int) -> None:
+        self.log.append(("wait", src, piece))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    monkeypatch.setattr(copy_engine, "_FULL", 12)
+    monkeypatch.setattr(copy_engine, "triton_missing", lambda: "no GPU here")
+
+
+@pytest.mark.parametrize("out_first", [True, False])
+def test_ag_gemm_schedule(streams: None, out_first: bool) -> None:
+    size, rank, rows, k, n = 4, 2, 6, 5, 4
+    slots = torch.randn(size, rows, k)
+    x = slots[rank].clone()
+    everyone = slots.flatten(0, 1).clone()
+    slots[rank] = float("nan")  # a rank's own slot is never filled
+    weight, bias = torch.randn(n, k), torch.randn(n)
+    peers = Recorder(slots, rank)
+    given = weight if out_first else weight.t().contiguous()
+    _, (out,) = copy_engine.gather_products(x, [given], [bias], [out_first], peers)
+    assert torch.allclose(out, everyone @ weight.t() + bias, atol=1e-5)
+    assert peers.log[0] == "open"
+    pushes = [entry[1:] for entry in peers.log if entry[0] == "push"]
+    assert pushes == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    waits = [entry[1] for entry in peers.log if entry[0] == "wait"]
+    assert waits == [1, 1, 0, 0, 3, 3]  # in the order of their pushes
+    assert all(rows_.equal(x) for rows_ in peers.pushed.values())
+
+
+def test_gemm_rs_schedule(streams: None) -> None:
+    size, rank, rows, k, n = 4, 1, 6, 5, 4
+    slots = torch.randn(size, rows, n)
+    x, weight, bias = torch.randn(size * rows, k), torch.randn(n, k), torch.randn(n)
+    peers = Recorder(slots, rank)
+    out = copy_engine.product_reduce(x, weight, bias, True, peers)
+    part = (x @ weight.t()).view(size, rows, n)
+    total = torch.zeros(rows, n)
+    for src in range(size):
+        total += part[rank] if src == rank else slots[src]
+    assert torch.allclose(out, total + bias, atol=1e-5)
+    steps = [entry[1] for entry in peers.log if entry[0] == "push"]
+    assert steps == [3, 3, 2, 2, 1, 1]  # farthest first, own chunk never
+    assert all(torch.allclose(rows_, part[peer]) for peer, rows_ in peers.pushed.items())
+    assert {entry[1] for entry in peers.log if entry[0] == "wait"} == {0, 2, 3}
+
+
+def test_no_workspace_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "_capturing", lambda: True)
+    with pytest.raises(SPError, match=r"has a workspace of 0 bytes and this call needs 64"):
+        symmetric.workspace(SimpleNamespace(group_name="captured"), torch.device("cuda"), 64)
+
+
+def test_no_symmetric_memory_falls_back_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(pg: Any, device: torch.device, nbytes: int) -> None:
+        raise RuntimeError("peer access is not supported\nbetween these devices")
+
+    monkeypatch.setattr(symmetric, "SymmetricPeers", refuse)
+    monkeypatch.setattr(symmetric, "_unusable", {})
+    group: Any = SimpleNamespace(group_name="far apart")
+    for _ in range(2):
+        assert symmetric.workspace(group, torch.device("cuda"), 64) is None
+    assert len(caplog.records) == 1
+    assert "far apart, its ops run unfused: peer access" in caplog.records[0].getMessage()
+    assert symmetric.why_unusable(group) == "peer access is not supported"
+
+
+def test_a_larger_call_keeps_the_old_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def peers(pg: Any, device: torch.device, nbytes: int) -> Any:
+        made.append(nbytes)
+        return SimpleNamespace(nbytes=nbytes)
+
+    monkeypatch.setattr(symmetric, "SymmetricPeers", peers)
+    monkeypatch.setattr(symmetric, "_workspaces", {})
+    monkeypatch.setattr(symmetric, "_kept", [])
+    group: Any = SimpleNamespace(group_name="grows")
+    for nbytes in (64, 32, 128):
+        symmetric.workspace(group, torch.device("cuda"), nbytes)
+    assert made == [64, 128]
+    assert [old.nbytes for old in symmetric._kept] == [64]

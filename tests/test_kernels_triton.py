@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels' logic, interpreted on CPU tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from sp_passes import SPError
+from sp_passes.ops import decode, one_shot
+from sp_passes.ops.decode import Activation, Tiling
+
+SCRIPT = Path(__file__).parent / "kernels_interpreted.py"
+CASES = (
+    "decode_mlp", "splits_that_do_not_divide", "same_bits_in_any_batch", "nan_stays_in_its_row",
+    "small_gates", "rank_order", "one_shot_collectives",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(interpreted: dict[str, str], case: str) -> None:
+    assert interpreted[case] == ""
+
+
+def test_every_case_is_run(interpreted: dict[str, str]) -> None:
+    assert set(interpreted) == set(CASES)
+
+
+def test_unknown_activation() -> None:
+    with pytest.raises(SPError, match="activation 'gelu' is unknown; there are silu and situ"):
+        Activation("gelu")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "dtype", "reason"),
+    [
+        (257, (7168, 768, 7168), torch.bfloat16, "257 tokens; it is for at most 256"),
+        (8, (7168, 768, 7168), torch.float32, "torch.float32"),
+        (8, (7168, 100, 7168), torch.bfloat16, "not multiples of 64"),
+    ],
+)
+def test_decode_why_not(
+    tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, reason: str
+) -> None:
+    if decode.triton_missing():
+        pytest.skip("Triton is not installed")
+    assert reason in str(decode.why_not(tokens, *sizes, dtype))
+
+
+def test_decode_supports_k3() -> None:
+    if decode.triton_missing() is None:
+        assert decode.why_not(64, 7168, 768, 7168, torch.bfloat16) is None
+
+
+def test_tiling_depends_on_shapes_alone_and_fits() -> None:
+    tiling = decode.tiling_for(7168, 768, 7168, decode.PROGRAMS)
+    assert tiling == Tiling(splits=5)
+    for tok in (16, 32, 64, 128, 256):
+        t = tiling.fitted(tok, 2)
+        assert t.stages * (2 * t.pairs + tok) * t.bk * 2 <= decode.STAGE_BYTES
+        assert t.splits == tiling.splits and t.bk == tiling.bk
+
+
+def test_more_rows_than_the_one_shot_buffers_hold() -> None:
+    shot = one_shot.loop_back(torch.device("cpu"), 2, 1, 64, 64, 64)
+    with pytest.raises(SPError, match="3 rows of 64 do not fit buffers for 1 rows of 64"):
+        shot.gather(torch.zeros(3, 64))
