@@ -27,13 +27,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from sp_passes.graph.boundaries import is_cut
 from sp_passes.graph.collectives import Collective, collectives, foreign, reduction
 from sp_passes.graph.values import args, copy_origin, fake_mode, set_value, shape, static
 from sp_passes.placement.sizes import equal
 from sp_passes.policy import Hardware
 from sp_passes.site import Context, Site
-from sp_passes.token_stream import SIZED, Stream, follow, row_bytes, was_own
+from sp_passes.token_stream import SIZED, Stream, follow, row_bytes, takes_own_rows, was_own
 
 ORDER = 15
 NAME = "sequence_parallel"
@@ -181,7 +180,7 @@ class _Rewriter:
 
     def _own(self, node: fx.Node) -> fx.Node:
         """``node`` on own rows."""
-        if is_cut(node):
+        if takes_own_rows(node):
             return self.made[args(node)[0]]
         cuts = self.stream.cuts.get(node, ())
         for whole in cuts:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .graph.boundaries import is_cut
-from .graph.collectives import Collective
+from .graph.collectives import Collective, op_name
 from .graph.moves import is_cast, moves_rows
 from .graph.values import args, is_tensor, shape, static
 from .placement import Op, RuleError, State, shard
@@ -136,7 +136,7 @@ def _on_own_rows(
         RuleError: that gives something else than own rows of the result.
     """
     target: Any = node.target
-    if is_cut(node):
+    if takes_own_rows(node):
         return S0
     schema = getattr(target, "_schema", None)
     if (schema is None and target not in UNTYPED) or (schema is not None and schema.is_mutable):
@@ -156,6 +156,11 @@ def _on_own_rows(
         if state.placement != S0.placement:
             raise RuleError(f"a result that is {state}", "Shard(0)")
     return found
+
+
+def takes_own_rows(node: fx.Node) -> bool:
+    """Whether ``node`` only cuts own rows out of whole ones: of a stream they are at hand."""
+    return is_cut(node) or op_name(node) == "sp_passes::stage_output"
 
 
 def _first_is_rows(sizes: Any, node: fx.Node) -> bool:
@@ -206,7 +211,7 @@ def _divide(ctx: Context, stream: Stream, nodes: list[fx.Node]) -> None:
                 "residual does where a graph is cut; compile it whole, or name it in "
                 "stage_outputs"
             )
-        if any(_reaches_linear(ctx, user) for user in users):
+        if was_own(ctx, node) or any(_reaches_linear(ctx, user) for user in users):
             feeds.add(id(part))
     for part in parts.values():
         if part.reason is None and id(part) not in feeds:

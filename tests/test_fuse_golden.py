@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """Small graphs before and after fusing collectives with products, and why sites are skipped.
 
 ``EXPECTTEST_ACCEPT=1 pytest tests/test_fuse_golden.py`` rewrites the texts.
@@ -38,7 +39,9 @@ class Golden(TestCase):
 
     def test_ours(self) -> None:
         before, after = before_and_after("ours")
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -61,8 +64,11 @@ mm_3 = mm(add, t_3) : [12, 8]
 reduce_scatter = reduce_scatter(mm_3, 'tp', 4) : [3, 8]
 add_1 = add(x, reduce_scatter) : [3, 8]
 return add_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -80,11 +86,14 @@ add = add(mul_1, getitem_2) : [12, 4]
 gemm_rs = gemm_rs(add, o, None, 'L1', None, '', 4) : [3, 8]
 add_1 = add(x, gemm_rs) : [3, 8]
 return add_1
-""")
+""",
+        )
 
     def test_torch(self) -> None:
         before, after = before_and_after("torch")
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -109,8 +118,11 @@ reduce_scatter_tensor = reduce_scatter_tensor(mm_3, 'sum', 4, 'tp') : [3, 8]
 wait_tensor_1 = wait_tensor(reduce_scatter_tensor) : [3, 8]
 add_1 = add(x, wait_tensor_1) : [3, 8]
 return add_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -128,12 +140,15 @@ add = add(mul_1, getitem_2) : [12, 4]
 gemm_rs = gemm_rs(add, o, None, 'L1', None, '', 4) : [3, 8]
 add_1 = add(x, gemm_rs) : [3, 8]
 return add_1
-""")
+""",
+        )
 
     def test_padding_and_trailing_slice(self) -> None:
         """Rows are dropped and added after the product instead."""
         before, after = before_and_after("padded")
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -158,8 +173,11 @@ constant_pad_nd = constant_pad_nd(mm_3, [0, 0, 0, 1], 0.0) : [12, 8]
 reduce_scatter = reduce_scatter(constant_pad_nd, 'tp', 4) : [3, 8]
 add_1 = add(x, reduce_scatter) : [3, 8]
 return add_1
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -181,7 +199,8 @@ constant_pad_nd = constant_pad_nd(add, [0, 0, 0, 1], 0.0) : [12, 4]
 gemm_rs = gemm_rs(constant_pad_nd, o, None, 'L1', None, '', 4) : [3, 8]
 add_1 = add(x, gemm_rs) : [3, 8]
 return add_1
-""")
+""",
+        )
 
     def test_slices_and_cat(self) -> None:
         """The gather's blocks are put together from slices of the product."""
@@ -190,7 +209,9 @@ return add_1
             return F.linear(s.gather(x), s.q)
 
         before, after = before_and_after("reassembled", fn)
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 8]
 q : [4, 8]
 all_gather = all_gather(x, 'tp', 4) : [12, 8]
@@ -202,8 +223,11 @@ cat = cat([slice, slice_1, slice_2, slice_3]) : [8, 8]
 t = t(q) : [8, 4]
 mm = mm(cat, t) : [8, 4]
 return mm
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 8]
 q : [4, 8]
 ag_gemm = ag_gemm(x, [q], [None], ['L0'], None, '', 4, barrier=True) : [12, 4]
@@ -214,14 +238,17 @@ slice_2 = slice(getitem, 0, 6, 8) : [2, 4]
 slice_3 = slice(getitem, 0, 9, 11) : [2, 4]
 cat = cat([slice, slice_1, slice_2, slice_3]) : [8, 4]
 return cat
-""")
+""",
+        )
 
     def test_view_that_hides_the_dtype(self) -> None:
         def fn(s: Any, x: Tensor) -> Any:
             return F.linear(s.gather(x), s.q)
 
         before, after = before_and_after("hidden", fn)
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 8]
 q : [4, 8]
 view = view(x, torch.uint8) : [3, 32]
@@ -232,14 +259,18 @@ detach_1 = detach(view_1) : [12, 8]
 t = t(q) : [8, 4]
 mm = mm(detach_1, t) : [12, 4]
 return mm
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 8]
 q : [4, 8]
 ag_gemm = ag_gemm(x, [q], [None], ['L0'], None, '', 4, barrier=True) : [12, 4]
 getitem = getitem(ag_gemm, 0) : [12, 4]
 return getitem
-""")
+""",
+        )
 
     def test_gathered_rows_wanted_elsewhere(self) -> None:
         def fn(s: Any, x: Tensor) -> Any:
@@ -247,7 +278,9 @@ return getitem
             return F.linear(g, s.q), F.linear(g, s.k), torch.relu(g)
 
         before, after = before_and_after("ours", fn)
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -258,8 +291,11 @@ t_1 = t(k) : [8, 4]
 mm_1 = mm(all_gather, t_1) : [12, 4]
 relu = relu(all_gather) : [12, 8]
 return [mm, mm_1, relu]
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x : [3, 8]
 q : [4, 8]
 k : [4, 8]
@@ -269,7 +305,8 @@ getitem_1 = getitem(ag_gemm, 1) : [12, 4]
 getitem_2 = getitem(ag_gemm, 2) : [12, 8]
 relu = relu(getitem_2) : [12, 8]
 return [getitem, getitem_1, relu]
-""")
+""",
+        )
 
 
 # --- skips ------------------------------------------------------------------------------

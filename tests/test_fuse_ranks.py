@@ -101,3 +101,19 @@ def test_fused_is_unfused(on_ranks: Callable[..., Any], world: int) -> None:
             assert ops == fused, (name, text)
             assert error < 1e-5, (name, error)
             assert same, (name, "a mere fusion adds and removes no collective")
+
+
+def compiled(rank: Any) -> tuple[float, str]:
+    """Through torch.compile, with every default pattern and torch's own collectives."""
+    comm = Comm.of(rank)
+    x = blocks.tokens(rank.rank)
+    old = Block(comm, "torch")(x)
+    model = sp_passes.compile(Block(comm, "torch"), SPConfig(group=rank.group))
+    return mlps.worst_error(model(x), old), str(model.report)
+
+
+@pytest.mark.multirank
+def test_compiled(on_ranks: Callable[..., Any]) -> None:
+    for error, text in on_ranks(compiled, 2):
+        assert error < 1e-5, text
+        assert "applied  ag_gemm" in text and "applied  gemm_rs" in text, text

@@ -104,9 +104,11 @@ def test_bad_table_file(tmp_path: Path) -> None:
 
 
 def test_pieces_cover_the_rows_and_fill_the_gpu() -> None:
-    assert copy_engine.spans(8, 4096, 7168) == [(0, 4096)]
-    assert copy_engine.spans(2, 5, 64) == [(0, 5)]
-    found = copy_engine.spans(2, 16384, 7168)
+    full = copy_engine._FULL
+    assert copy_engine.spans(8, 4096, 7168, 768, full) == [(0, 4096)]
+    assert copy_engine.spans(2, 5, 64, 64, full) == [(0, 5)]
+    assert copy_engine.spans(2, 16384, 6288, 6288, full) == [(0, 16384)]  # product-bound
+    found = copy_engine.spans(2, 16384, 7168, 768, full)
     assert len(found) == 4
     assert [a for a, _ in found[1:]] == [b for _, b in found[:-1]]
     assert found[0][0] == 0 and found[-1][1] == 16384

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from blocks import FUNCTIONAL, Comm, part, weight
 from expecttest import TestCase
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import sp_passes
 from sp_passes import SPConfig
@@ -67,7 +68,9 @@ class Golden(TestCase):
 
     def test_two_layers(self) -> None:
         gm = sp_passes.trace(MLPs(two_layers), torch.empty(8, dense.H))
-        self.assertExpectedInline(mlps.show(gm), """\
+        self.assertExpectedInline(
+            mlps.show(gm),
+            """\
 x : [8, 16]
 up0 : [8, 16]
 down0 : [16, 8]
@@ -98,9 +101,12 @@ mean_1 = mean(pow_1, [-1], True) : [8, 1]
 rsqrt_1 = rsqrt(mean_1) : [8, 1]
 mul_1 = mul(add_1, rsqrt_1) : [8, 16]
 return mul_1
-""")
+""",
+        )
         gm, _ = rewritten(two_layers)
-        self.assertExpectedInline(mlps.show(gm), """\
+        self.assertExpectedInline(
+            mlps.show(gm),
+            """\
 x : [8, 16]
 up0 : [8, 16]
 down0 : [16, 8]
@@ -127,12 +133,15 @@ rsqrt_1 = rsqrt(mean_1) : [2, 1]
 mul_1 = mul(add_1, rsqrt_1) : [2, 16]
 all_gather = all_gather(mul_1, '', 4) : [8, 16]
 return all_gather
-""")
+""",
+        )
 
     def test_rows_that_do_not_divide(self) -> None:
         """Padded before each sum, trimmed after each gather."""
         gm, _ = rewritten(two_layers, rows=7)
-        self.assertExpectedInline(mlps.show(gm), """\
+        self.assertExpectedInline(
+            mlps.show(gm),
+            """\
 x : [7, 16]
 up0 : [8, 16]
 down0 : [16, 8]
@@ -163,7 +172,8 @@ mul_1 = mul(add_1, rsqrt_1) : [2, 16]
 all_gather = all_gather(mul_1, '', 4) : [8, 16]
 slice_1 = slice(all_gather, 0, 0, 7) : [7, 16]
 return slice_1
-""")
+""",
+        )
 
 
 def test_what_the_report_says() -> None:
@@ -265,3 +275,22 @@ def test_a_widening_cast_comes_behind_the_gather() -> None:
 
     gm, _ = rewritten(fn)
     assert count(gm.graph) == {"reduce_scatter": 1, "all_gather": 1}
+
+
+def test_a_declared_boundary_is_no_obstacle() -> None:
+    """What leaves in rows needs no gather; here both outputs do."""
+    gm = sp_passes.trace(dense.Dense(Comm(TP), dense.Shape(layers=1), cut=True), dense.rows(8))
+    both = {"0": Shard(0), "1": Shard(0)}
+    config = SPConfig(tp_size=TP, patterns=(*ONLY, "pp_send"), stage_outputs=both)
+    report = sp_passes.rewrite(gm, config, tokens="replicated")
+    assert count(gm.graph) == {"reduce_scatter": 2, "all_gather": 1}, report
+    assert [d.name for d in report.applied[:2]] == ["layers.0.o", "layers.0.down"]
+    sp_passes.check(gm, config, tokens="replicated")
+
+
+def test_own_rows_of_a_sum_are_a_reduce_scatter() -> None:
+    def fn(s: Any, x: Tensor) -> Tensor:
+        return torch.ops.sp_passes.token_shard(s.mlp(x, 0), s.c.group, TP) * 2
+
+    gm, report = rewritten(fn)
+    assert count(gm.graph) == {"reduce_scatter": 1}, report

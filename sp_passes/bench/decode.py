@@ -9,28 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..ops import decode, one_shot
 from ..ops.decode import Activation, Tiling, Workspace
+from ..ops.mlp import activate as activation
 from .timing import host_us, relative_error, replay_us
 
 SITU = Activation("situ", 4.0, 25.0)
 # The shared experts of Kimi-K3 (2 x 3072) at TP8: hidden, inner features of a shard, ranks.
 K3 = (7168, 768, 8)
 SETS = 8
-
-
-def activation(gate_up: Tensor, act: Activation) -> Tensor:
-    """The activation in plain PyTorch, in the dtype of ``gate_up`` (at least float32 inside)."""
-    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
-    gate, up = wide.chunk(2, -1)
-    if act.name == "silu":
-        return (F.silu(gate) * up).to(gate_up.dtype)
-    if act.linear_beta is not None:
-        up = act.linear_beta * torch.tanh(up / act.linear_beta)
-    value = act.beta * torch.tanh(gate / act.beta) * torch.sigmoid(gate) * up
-    return value.to(gate_up.dtype)
 
 
 def draw(m: int, k: int, inner: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

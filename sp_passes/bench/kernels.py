@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import copy_engine, torch_fused, tuned, unfused
+from ..ops import copy_engine, one_shot, torch_fused, tuned, unfused
 from ..ops.decode import add_in_rank_order
+from ..ops.mlp import activate
+from .decode import SITU, draw
 from .links import LoopBackPeers
 from .timing import capture, host_us, replay_us, versions
 
@@ -187,6 +189,44 @@ def _real(op: str, n: int, k: int, m: int, group: Any) -> Row:
     return _row(op, n, k, m, tp, "peer", us)
 
 
+def mlp_rows(group: Any, tokens: Sequence[int] = (8, 16, 32, 64, 128, 256)) -> list[Row]:
+    """The shared experts of Kimi-K3 (7168 -> 2 x 6144 -> 7168) over the group, in µs.
+
+    ``replicated``: whole weights on a rank's own rows. Weights of several layers, so that
+    none stays in the L2 cache.
+    """
+    tp = group.size()
+    hidden, inner = 7168, 6144 // tp
+    layers = [draw(1, hidden, inner, hidden, torch.bfloat16)[1:] for _ in range(4)]
+    whole = [draw(1, hidden, 6144, hidden, torch.bfloat16)[1:] for _ in range(4)]
+    act = torch.compile(activate, dynamic=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows: list[Row] = []
+    for m in tokens:
+        x = _random(m // tp, hidden)
+        shot = one_shot.for_group(group, device, m // tp, hidden, hidden, inner)
+
+        def one_after_the_other(x: Tensor = x) -> None:
+            for w1, w2 in layers:
+                _, h = unfused.ag_gemm(x, [w1], [None], [True], group, tp)
+                unfused.gemm_rs(act(h, SITU), w2, None, True, group, tp)
+
+        def fused(x: Tensor = x, shot: one_shot.OneShot = shot) -> None:
+            for w1, w2 in layers:
+                shot.mlp(x, w1, w2, SITU)
+
+        def replicated(x: Tensor = x) -> None:
+            for w1, w2 in whole:
+                act(x @ w1.t(), SITU) @ w2.t()
+
+        calls: Calls = {
+            "unfused": one_after_the_other, "one_shot": fused, "replicated": replicated
+        }  # fmt: skip
+        us = {name: _group_us(call, group) / len(layers) for name, call in calls.items()}
+        rows.append({"op": "mlp", "tokens": m, "tp_size": tp, "link": "peer", "us": us})
+    return rows
+
+
 def _group_us(call: Callable[[], Any], group: Any, rounds: int = 10, burst: int = 5) -> float:
     """Median µs of a call in a replayed graph of ``burst`` calls; most of all ranks."""
     dist.barrier(group)
@@ -222,8 +262,11 @@ def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     write = out.with_suffix(".table.json") if out else None
     result = run(group=group, write=write)
+    if group is not None:
+        result["mlp"] = mlp_rows(group)
     if rank == 0:
         print(table(result))
+        print(*result.get("mlp", []), sep="\n")
         if out:
             out.write_text(json.dumps(result, indent=1))
     if group is not None:

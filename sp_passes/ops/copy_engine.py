@@ -38,11 +38,17 @@ def why_not(call: Call) -> str | None:
 # Elements of a product that fill an H100 or H200 once: 132 tiles of 128 x 256.
 _FULL = 132 * 128 * 256
 _CHUNKS = 8
+# Features at which a row's product (700 TFLOP/s) takes as long as its way to a peer (370 GB/s).
+# Above, products are the longer part and cutting them costs more than it hides.
+_BALANCE = 2048
 
 
-def spans(size: int, rows: int, n: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of the pieces of a chunk of ``rows`` for a product ``n`` wide."""
-    count = max(1, min(rows * n // _FULL, _CHUNKS // size))
+def spans(size: int, rows: int, n: int, depth: int, least: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of the pieces of a chunk of ``rows`` for a product ``n`` wide.
+
+    ``depth``: what the product costs for each feature moved; ``least``: elements of a piece.
+    """
+    count = max(1, min(rows * n // least, _CHUNKS // size)) if depth <= _BALANCE else 1
     edges = [rows * i // count for i in range(count + 1)]
     return list(pairwise(edges))
 
@@ -73,7 +79,8 @@ def gather_products(
     shape = (size, rows, k)
     main = torch.cuda.current_stream()
     columns = [w if first else w.t() for w, first in zip(weights, out_first, strict=True)]
-    pieces = spans(size, rows, max(w.shape[0] for w in columns))
+    widest = max(w.shape[0] for w in columns)
+    pieces = spans(size, rows, widest, sum(w.shape[0] for w in columns), _FULL)
     peers.side.wait_stream(main)
     with torch.cuda.stream(peers.side):
         peers.open()
@@ -103,7 +110,7 @@ def product_reduce(
     columns = weight if out_first else weight.t()
     chunks = x.view(size, rows, -1)
     shape = (size, rows, columns.shape[0])
-    pieces = spans(size, rows, columns.shape[0])
+    pieces = spans(size, rows, columns.shape[0], x.shape[1], 2 * _FULL)
     main = torch.cuda.current_stream()
     peers.side.wait_stream(main)
     with torch.cuda.stream(peers.side):

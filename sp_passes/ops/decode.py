@@ -86,9 +86,15 @@ def tiling_for(k: int, inner: int, hidden: int, programs: int) -> Tiling | None:
     """Tiles for these shapes; a function of the shapes alone, so results do not depend on M."""
     if hidden % 64 or inner % 64 or k % 64:
         return None
-    blocks = k // 64
-    splits = max(1, min(programs // (inner // 32), blocks, MAX_SPLITS))
-    return Tiling(splits=splits)
+    tiles, most = inner // 32, min(k // 64, MAX_SPLITS)
+    full = [_fill(tiles * splits, programs) for splits in range(1, most + 1)]
+    good = next((i for i, fill in enumerate(full) if fill >= 0.9), full.index(max(full)))
+    return Tiling(splits=good + 1)
+
+
+def _fill(launched: int, programs: int) -> float:
+    """Share of the last wave of ``programs`` that has work, over all waves."""
+    return launched / (-(-launched // programs) * programs)
 
 
 def why_not(tokens: int, k: int, inner: int, hidden: int, dtype: torch.dtype) -> str | None:

@@ -56,7 +56,9 @@ class OneShot:
         self._gather = self._table(bases, (0, flags, flags + gathered))
         self._add = self._table(bases, (half, flags, flags + gathered))
         self._calls = torch.zeros((2, PROGRAMS), dtype=torch.int32, device=mine.device)
-        self.space = decode.Workspace(mine.device, inner, self.size * rows)
+        tiling = decode.tiling_for(k, inner, n, decode.PROGRAMS)
+        splits = tiling.splits if tiling is not None else decode.MAX_SPLITS
+        self.space = decode.Workspace(mine.device, inner, self.size * rows, splits)
 
     def _table(self, bases: list[int], offsets: tuple[int, int, int]) -> Tensor:
         rows = [[base + offset for base in bases] for offset in offsets]

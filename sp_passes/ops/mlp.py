@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sp_passes::ag_mlp_rs``: a whole sharded MLP as one op, so that decode steps can fuse.
+
+    x [m, k], gate and up merged [2 * inner, k], down [n, inner]   -> [m, n]
+    silu: silu(gate) * up
+    situ: beta tanh(gate / beta) sigmoid(gate) * up, with linear_beta
+          linear_beta tanh(up / linear_beta) in place of up; float32 inside
+
+Up to ``DECODE_TOKENS`` global tokens on CUDA it runs as five launches (``one_shot``); above,
+and wherever those do not apply, as ``ag_gemm``, the activation and ``gemm_rs``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import ShardingError, SPError
+from ..layout import ShardLayout
+from . import decode, one_shot
+from .decode import Activation
+from .groups import group_of
+from .kernels import Call, choose
+
+log = logging.getLogger("sp_passes")
+
+# Above this the two products as torch.mm are as fast (bench/NOTES.md).
+DECODE_TOKENS = 128
+
+_shots: dict[tuple[str, int, int, int, torch.dtype], one_shot.OneShot | None] = {}
+
+
+def activate(gate_up: Tensor, act: Activation) -> Tensor:
+    """Of ``[…, 2 * inner]``, gate first; inside in float32 at least."""
+    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    gate, up = wide.chunk(2, -1)
+    if act.name == "silu":
+        return (F.silu(gate) * up).to(gate_up.dtype)
+    if act.linear_beta is not None:
+        up = act.linear_beta * torch.tanh(up / act.linear_beta)
+    value = act.beta * torch.tanh(gate / act.beta) * torch.sigmoid(gate) * up
+    return value.to(gate_up.dtype)
+
+
+def _ag_mlp_rs(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout1: str,
+    layout2: str,
+    act: str,
+    beta: float,
+    linear_beta: float | None,
+    ready: Tensor | None,
+    group: str,
+    tp_size: int,
+    kernel: str = "auto",
+) -> Tensor:
+    from ..weights import resident
+
+    cut1, cut2 = _cuts(layout1, layout2)
+    pg = group_of(group, tp_size)
+    shard1, shard2 = resident(w1, cut1, pg), resident(w2, cut2, pg)
+    how = Activation(act, beta, linear_beta)
+    shot = _one_shot(x, shard1, shard2, pg, tp_size) if kernel == "auto" else None
+    if shot is not None:
+        return shot.mlp(x.contiguous(), shard1, shard2, how)
+    n, k, inner = shard2.shape[0], x.shape[1], shard2.shape[1]
+    tokens = x.shape[0] * tp_size
+    call = Call("ag_gemm", x.device.type, x.dtype, 2 * inner, k, tokens, tp_size)
+    row = choose(call, kernel)
+    skip = {"gathered": False} if row.may_skip_gathered else {}
+    _, hidden = row.run(x, [shard1], [None], [True], pg, tp_size, **skip)
+    call = Call("gemm_rs", x.device.type, x.dtype, n, inner, tokens, tp_size)
+    return choose(call, kernel).run(activate(hidden, how), shard2, None, True, pg, tp_size)
+
+
+def _cuts(layout1: str, layout2: str) -> tuple[ShardLayout, ShardLayout]:
+    cut1, cut2 = ShardLayout.parse(layout1), ShardLayout.parse(layout2)
+    if cut1.dim != 0 or len(cut1.segments) != 2 or cut1.segments[0] != cut1.segments[1]:
+        raise ShardingError(f"gate and up must be two equal segments of rows, found {cut1}")
+    if cut2.dim != 1 or cut2.segments != cut1.segments[:1]:
+        raise ShardingError(f"down must be cut by its {cut1.segments[0]} columns, found {cut2}")
+    return cut1, cut2
+
+
+def _one_shot(x: Tensor, w1: Tensor, w2: Tensor, pg: Any, tp_size: int) -> one_shot.OneShot | None:
+    """The group's decode buffers if this call may use them; made outside captures."""
+    tokens = x.shape[0] * tp_size
+    if not x.is_cuda or tp_size == 1 or not 0 < tokens <= DECODE_TOKENS:
+        return None
+    if x.dtype != w1.dtype or x.dtype != w2.dtype:
+        return None
+    k, n, inner = x.shape[1], w2.shape[0], w2.shape[1]
+    if decode.why_not(tokens, k, inner, n, x.dtype) is not None:
+        return None
+    key = (pg.group_name, k, n, inner, x.dtype)
+    if key not in _shots:
+        if torch.cuda.is_current_stream_capturing():
+            raise SPError(
+                "the first decode step of an MLP cannot be captured in a CUDA graph: it allocates "
+                "symmetric memory; run one step of at most "
+                f"{DECODE_TOKENS} tokens before capturing"
+            )
+        try:
+            _shots[key] = one_shot.for_group(pg, x.device, DECODE_TOKENS // tp_size, k, n, inner)
+        except (RuntimeError, SPError) as err:
+            reason = str(err).splitlines()[0]
+            log.warning("no symmetric memory for group %s: %s", pg.group_name, reason)
+            _shots[key] = None
+    return _shots[key]
+
+
+def _fake(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout1: str,
+    layout2: str,
+    act: str,
+    beta: float,
+    linear_beta: float | None,
+    ready: Tensor | None,
+    group: str,
+    tp_size: int,
+    kernel: str = "auto",
+) -> Tensor:
+    cut1, cut2 = _cuts(layout1, layout2)
+    cut1.require(w1)
+    cut2.require(w2)
+    cut1.local_size(tp_size)
+    if x.ndim != 2 or x.shape[1] != w1.shape[1]:
+        raise ShardingError(f"x of shape {list(x.shape)} does not go with {list(w1.shape)}")
+    return x.new_empty((x.shape[0], w2.shape[0]))
+
+
+SIGNATURES: dict[str, tuple[str, Any, Any]] = {
+    "ag_mlp_rs": (
+        "(Tensor x, Tensor w1, Tensor w2, str layout1, str layout2, str act, float beta,"
+        " float? linear_beta, Tensor? ready, str group, int tp_size,"
+        ' str kernel="auto") -> Tensor',
+        _ag_mlp_rs,
+        _fake,
+    ),
+}
