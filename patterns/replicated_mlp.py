@@ -26,7 +26,7 @@ from sp_passes.graph import params
 from sp_passes.graph.cut import Cut
 from sp_passes.graph.linears import Linear
 from sp_passes.graph.region import NotLocal, Region, find_region
-from sp_passes.graph.values import copy_origin, dtype, fake_mode, set_value, shape
+from sp_passes.graph.values import copy_origin, dtype, fake_mode, same_shape, set_value, shape
 from sp_passes.layout import ShardLayout
 from sp_passes.site import Context, Site
 
@@ -263,18 +263,27 @@ def rewrite(ctx: Context, site: Site) -> None:
             made[node] = _emit(ctx, ops.local_shard.default, args, node)
         local = match.cut.rebuild(graph, made, ctx.now)
         layout = site.shards[second.weight]
-        bias = None if second.bias is None else ctx.now(second.bias)
+        added = _added_once(ctx, second)
         result = _emit(
             ctx,
             ops.gemm_rs.default,
-            (local, second.weight, bias, str(layout), ctx.ready, *_group(ctx)),
+            (local, second.weight, added, str(layout), ctx.ready, *_group(ctx)),
             second.node,
             kernel=True,
         )
-        if second.addend is not None:
+        if second.addend is not None and added is None:
             addend = ctx.now(second.addend)
             result = _emit(ctx, torch.ops.aten.add.Tensor, (result, addend), second.node)
     ctx.replace(second.node, result)
+
+
+def _added_once(ctx: Context, second: Linear) -> fx.Node | None:
+    """The bias, or the residual rows, that ``gemm_rs`` adds before it rounds."""
+    if second.bias is not None:
+        return ctx.now(second.bias)
+    rows = second.addend
+    same = rows is not None and same_shape(rows, second.node) and ctx.state(rows).placement == S0
+    return ctx.now(rows) if rows is not None and same else None
 
 
 def _gather_products(ctx: Context, site: Site, firsts: list[Linear]) -> dict[fx.Node, fx.Node]:

@@ -14,6 +14,8 @@ read, so one round through them is a fixed point:
     20  keep tokens sharded across pipeline boundaries (pp_send)
     25  drop collectives that bring nothing new (dead_collectives), those of the phases above
         among them, while each is still a node of its own
+    26  join a reduce-scatter and the gather behind it (join_all_reduce), before phase 27 would
+        take them apart into two products
     27  take collectives into the linears beside them (ag_gemm, gemm_rs)
     30  gather the same rows once (shared_gather), also for the ops of phases 10 and 27
 

@@ -144,7 +144,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
-    monkeypatch.setattr(copy_engine, "_FULL", 12)
+    monkeypatch.setattr(copy_engine, "_FULL", 6)
     monkeypatch.setattr(copy_engine, "triton_missing", lambda: "no GPU here")
 
 

@@ -213,9 +213,8 @@ slice = slice(getitem, 1, 0, 2, 1) : [12, 2]
 slice_1 = slice(getitem, 1, 2, 4, 1) : [12, 2]
 silu = silu(slice) : [12, 2]
 mul = mul(silu, slice_1) : [12, 2]
-gemm_rs = gemm_rs(mul, down_weight, None, 'S1[8]', prepare, '', 4) : [3, 4]
-add = add(gemm_rs, x) : [3, 4]
-return add
+gemm_rs = gemm_rs(mul, down_weight, x, 'S1[8]', prepare, '', 4) : [3, 4]
+return gemm_rs
 """,
         )
 

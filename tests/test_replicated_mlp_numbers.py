@@ -44,11 +44,7 @@ def test_zoo(name: str, tp: int, rows: int, request: pytest.FixtureRequest) -> N
     sp_passes.check(gm, mlps.config(tp_size=tp))
 
 
-LATE = "the residual is added after the sum was rounded: one rounding more than addmm's"
-LATE_RESIDUAL = pytest.param("residual", marks=pytest.mark.xfail(strict=True, reason=LATE))
-
-
-@pytest.mark.parametrize("name", ["merged", "gpt_oss", LATE_RESIDUAL, "batched_biases", "situ"])
+@pytest.mark.parametrize("name", ["merged", "gpt_oss", "residual", "batched_biases", "situ"])
 def test_bfloat16_is_no_worse_than_replicated(name: str) -> None:
     """RMS error against float32; 2 % slack, as both errors are sums of random roundings."""
     spec = mlps.with_(mlps.ZOO[name], hidden=64, width=256)

@@ -210,6 +210,33 @@ def one_shot_row(pg: Any, rows: int, calls: int) -> Row:
     }  # fmt: skip
 
 
+def op_row(pg: Any, rows: int) -> Row:
+    """``sp_passes::ag_mlp_rs`` on full weights: eager, and captured with every call size."""
+    size, k, inner, n = pg.size(), 7168, 6144, 7168
+    w1 = _draw(700, 2 * inner, k) * (2 / k**0.5)
+    w2 = _draw(701, n, inner) / inner**0.5
+    x = _draw(pg.rank(), rows, k)
+
+    def step() -> Tensor:
+        return torch.ops.sp_passes.ag_mlp_rs(
+            x, w1, w2, f"S0[{inner},{inner}]", f"S1[{inner}]", "situ", 4.0, 25.0, None,
+            pg.group_name, size,
+        )  # fmt: skip
+
+    out = step()
+    ref = activation(x.double() @ w1.double().T, SITU) @ w2.double().T
+    torch.cuda.synchronize()
+    dist.barrier(pg)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    return {
+        "kernel": "auto", "ranks": size, "what": "ag_mlp_rs", "m": rows * size, "n": n, "k": k,
+        "error": relative_error(out, ref), "graph_equal": captured.equal(out),
+    }  # fmt: skip
+
+
 def _finite_error(out: Tensor, ref: Tensor) -> float:
     fine = ref.isfinite()
     return relative_error(out[fine], ref[fine])
@@ -263,6 +290,8 @@ def _worker(rank: int, size: int, port: int, kernels: list[str], full: bool, pat
     for m in (1, 5, 32) if full else (5,):
         if m * size <= MAX_TOKENS:
             rows.append(one_shot_row(pg, m, 300 if full else 50) | {"rank": rank})
+    if own:
+        rows += [op_row(pg, m) | {"rank": rank} for m in (1, 16, 300)]
     torch.cuda.synchronize()
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, rows)

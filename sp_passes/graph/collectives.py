@@ -65,6 +65,7 @@ TABLE: dict[str, _Row] = {
     "vllm::all_reduce": _Row("all_reduce", None, None, 1),
     "sp_passes::all_gather": _Row("all_gather", None, 2, 1),
     "sp_passes::reduce_scatter": _Row("reduce_scatter", None, 2, 1),
+    "sp_passes::all_reduce": _Row("all_reduce", None, 2, 1),
     "sp_passes::feature_to_token": _Row("all_to_all", None, 3, 2),
     "sp_passes::token_to_feature": _Row("all_to_all", None, 2, 1),
 }

@@ -7,10 +7,12 @@ logical parameters: the ops find this rank's shard of them (``sp_passes.weights`
 
     all_gather      x [m, …]                            -> [tp_size * m, …]
     reduce_scatter  x [tp_size * m, …], one addend      -> [m, …]
+    all_reduce      x [M, …], one addend                -> [M, …], for few tokens
     ag_gemm         x [m, …, k], weights                -> one [tp_size * m, …, n / tp_size] each
                     (with gathered=True the gathered x comes last; x travels in its own dtype
                     and is cast to that of a weight afterwards)
     gemm_rs         x [tp_size * m, …, k / tp_size], weight -> [m, …, n]
+                    (bias [n], or rows [m, …, n] such as a residual, is added once)
     local_shard     x full along layout.dim             -> this rank's part, a copy
     gemm_gather, feature_to_token, token_to_feature     in ``features.py``
     ag_mlp_rs       a whole sharded MLP                 in ``mlp.py``
@@ -84,6 +86,10 @@ def _all_gather(x: Tensor, group: str, tp_size: int) -> Tensor:
 def _reduce_scatter(x: Tensor, group: str, tp_size: int) -> Tensor:
     _scattered_rows(x, tp_size)
     return unfused.reduce_scatter(x, group_of(group, tp_size), tp_size)
+
+
+def _all_reduce(x: Tensor, group: str, tp_size: int) -> Tensor:
+    return unfused.all_reduce(x, group_of(group, tp_size), tp_size)
 
 
 def _ag_gemm(
@@ -160,7 +166,11 @@ def _gemm_rs(
         x.shape[0],
         tp_size,
     )
-    return choose(call, kernel).run(x, shard, bias, out_first, pg, tp_size, **barred(barrier))
+    chosen = choose(call, kernel)
+    if bias is not None and bias.ndim > 1 and not chosen.adds_rows:
+        y = chosen.run(x, shard, None, out_first, pg, tp_size, **barred(barrier))
+        return y + bias
+    return chosen.run(x, shard, bias, out_first, pg, tp_size, **barred(barrier))
 
 
 def _local_shard(x: Tensor, layout: str, group: str, tp_size: int) -> Tensor:
@@ -199,6 +209,10 @@ def _all_gather_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
 
 def _reduce_scatter_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
     return x.new_empty((_scattered_rows(x, tp_size), *x.shape[1:]))
+
+
+def _all_reduce_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _ag_gemm_fake(
@@ -286,6 +300,7 @@ _SIGNATURES: dict[str, tuple[str, Any, Any]] = {
         _reduce_scatter,
         _reduce_scatter_fake,
     ),
+    "all_reduce": ("(Tensor x, str group, int tp_size) -> Tensor", _all_reduce, _all_reduce_fake),
     "ag_gemm": (
         "(Tensor x, Tensor[] weights, Tensor?[] biases, str[] layouts, Tensor? ready, str group,"
         ' int tp_size, str kernel="auto", bool gathered=False, bool barrier=False)'

@@ -44,7 +44,8 @@ class Kernel:
     """One row: ``why_not`` returns the reason a call is not supported, or None.
 
     ``may_skip_gathered``: an ag_gemm that takes ``gathered=False`` when nobody reads the
-    gathered tokens, and then may return anything in their place.
+    gathered tokens, and then may return anything in their place. ``adds_rows``: a gemm_rs whose
+    ``bias`` may be rows of the result's shape.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Kernel:
     why_not: Callable[[Call], str | None]
     preference: int = field(default=0)
     may_skip_gathered: bool = field(default=False)
+    adds_rows: bool = field(default=False)
 
 
 _TABLE: dict[tuple[str, str], Kernel] = {}
@@ -65,11 +67,12 @@ def register_kernel(
     why_not: Callable[[Call], str | None] = lambda call: None,
     preference: int = 0,
     may_skip_gathered: bool = False,
+    adds_rows: bool = False,
 ) -> None:
     """Add an implementation of ``op``; it has the signature of the one in ``unfused``."""
     if op not in OPS:
         raise SPError(f"no op {op!r} to register a kernel for; there are {', '.join(OPS)}")
-    _TABLE[op, name] = Kernel(name, op, run, why_not, preference, may_skip_gathered)
+    _TABLE[op, name] = Kernel(name, op, run, why_not, preference, may_skip_gathered, adds_rows)
     choose.cache_clear()
 
 
@@ -113,4 +116,4 @@ def choose(call: Call, requested: str) -> Kernel:
 
 
 register_kernel("unfused", "ag_gemm", unfused.ag_gemm)
-register_kernel("unfused", "gemm_rs", unfused.gemm_rs)
+register_kernel("unfused", "gemm_rs", unfused.gemm_rs, adds_rows=True)

@@ -49,13 +49,24 @@ def reduce_scatter(
     if x.is_cuda and x.is_floating_point() and triton_missing() is None:
         flat = parts.view(tp_size, rows, -1)
         return add_in_rank_order(flat, None, dtype=dtype).view(rows, *x.shape[1:])
-    if x.is_floating_point():
-        total = parts[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    return _add_up(parts).to(dtype)
+
+
+def all_reduce(x: Tensor, pg: dist.ProcessGroup, tp_size: int) -> Tensor:
+    """Sum of the ranks' ``[M, …]`` on every rank, from everyone's addends in one step."""
+    parts = all_gather(x.unsqueeze(0), pg, tp_size)
+    return _add_up(parts).to(x.dtype)
+
+
+def _add_up(parts: Tensor) -> Tensor:
+    """Sum of ``[tp_size, …]`` in rank order, in float32 at least."""
+    if parts.is_floating_point():
+        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     else:
         total = parts[0].clone()
-    for rank in range(1, tp_size):
+    for rank in range(1, parts.shape[0]):
         total += parts[rank]
-    return total.to(dtype)
+    return total
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_first: bool) -> Tensor:
@@ -101,7 +112,10 @@ def gemm_rs(
     tp_size: int,
     barrier: bool = False,
 ) -> Tensor:
-    """Sum over ranks of ``x @ weight``; this rank keeps its tokens. Bias is added once."""
+    """Sum over ranks of ``x @ weight``; this rank keeps its tokens.
+
+    ``bias``, a vector or rows of the result's shape, is added once, before rounding.
+    """
     part = partial_linear(x, weight, out_first)
     if bias is None:
         return reduce_scatter(part, pg, tp_size, x.dtype)

@@ -186,7 +186,7 @@ def _gemm_rs(op: Op) -> State:
     _world(op, ("tp_size",))
     x = op.args[0]
     layout = parse(op.arg("layout"))
-    _whole(op, [op.arg("bias")], "it is added once, after the reduction")
+    _added_once(op, op.arg("bias"), x)
     if isinstance(layout, LocalPart):
         found = _times(op, operand(op, x), op.arg("weight"), layout.dim == 1)
         if not found.is_partial:
@@ -205,6 +205,15 @@ def _gemm_rs(op: Op) -> State:
             "each rank would multiply features by the weights of other features",
         )
     return SHARD0
+
+
+def _added_once(op: Op, bias: Any, x: fx.Node) -> None:
+    """A bias vector is replicated; one with rows lives where the result's rows live."""
+    if isinstance(bias, fx.Node) and len(op.shape(bias)) == len(op.shape(x)):
+        if op.state(bias).dim != 0:
+            raise RuleError(op.describe(bias), "Shard(0)", "it is added to this rank's rows")
+        return
+    _whole(op, [bias], "it is added once, after the reduction")
 
 
 def _gemm_gather(op: Op) -> State:
@@ -315,6 +324,7 @@ _TABLE: tuple[tuple[str, Any, Any], ...] = (
     ("vllm::all_reduce", _reduce, _replicated),
     ("sp_passes::all_gather", _gather(None, "tp_size"), _replicated),
     ("sp_passes::reduce_scatter", _scatter(None, "tp_size"), _first_rows),
+    ("sp_passes::all_reduce", _reduce, _replicated),
     ("sp_passes::ag_gemm", _ag_gemm, _ag_gemm_result),
     ("sp_passes::gemm_rs", _gemm_rs, _first_rows),
     ("sp_passes::gemm_gather", _gemm_gather, _replicated),
