@@ -72,7 +72,7 @@ def find(ctx: Context) -> Iterator[Site]:
         match = _follow(ctx, gather)
         if match.readers:
             weights = tuple(dict.fromkeys(r.weight for r in match.readers))
-            yield Site(NAME, tuple(r.node for r in match.readers), match, weights)
+            yield Site(NAME, tuple(r.node for r in match.readers), match, weights, needed=False)
 
 
 def _follow(ctx: Context, gather: Collective) -> Match:

@@ -113,7 +113,7 @@ def _is_one_block(gather: Collective, node: fx.Node) -> bool:
 
 
 def _site(found: Collective, match: Match, gone: dict[str, int]) -> Site:
-    return Site(NAME, (match.old,), match, (found.node,), collectives_removed=gone)
+    return Site(NAME, (match.old,), match, (found.node,), collectives_removed=gone, needed=False)
 
 
 # --- check ------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def find(ctx: Context) -> Iterator[Site]:
         linear = ctx.linears.get(node)
         if linear is not None:
             match = Match(scatter, linear, moves)
-            yield Site(NAME, (linear.node, scatter.result), match, (linear.weight,))
+            yield Site(NAME, (linear.node, scatter.result), match, (linear.weight,), needed=False)
 
 
 # --- check ------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def find(ctx: Context) -> Iterator[Site]:
         match = _follow(ctx, scatter)
         if match is not None:
             found = tuple(g.result for g in match.gathers)
-            yield Site(NAME, (scatter.result, *found), match, (scatter.node,))
+            yield Site(NAME, (scatter.result, *found), match, (scatter.node,), needed=False)
 
 
 def _foreign(ctx: Context, found: Collective) -> bool:

@@ -77,7 +77,7 @@ def find(ctx: Context) -> Iterator[Site]:
         if nodes and _row(nodes[-1]) <= _row(gather.result):
             inputs = [n for node in nodes for n in node.all_input_nodes if params.is_weight(n)]
             weights = tuple(dict.fromkeys(inputs)) or (nodes[-1],)
-            yield Site(NAME, (gather.result, *nodes), Match(gather, nodes), weights)
+            yield Site(NAME, (gather.result, *nodes), Match(gather, nodes), weights, needed=False)
 
 
 def _row_wise_users(ctx: Context, gather: Collective) -> list[fx.Node]:

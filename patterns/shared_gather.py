@@ -58,7 +58,8 @@ def find(ctx: Context) -> Iterator[Site]:
     for (x, *_), calls in groups.items():
         if len(calls) > 1:
             weights = [w for call in calls for w in _weights(call)]
-            yield Site(NAME, tuple(calls), Match(x, calls), tuple(dict.fromkeys(weights)) or (x,))
+            names = tuple(dict.fromkeys(weights)) or (x,)
+            yield Site(NAME, tuple(calls), Match(x, calls), names, needed=False)
 
 
 def _group(call: fx.Node) -> tuple[Any, ...]:

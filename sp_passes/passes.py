@@ -93,7 +93,8 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
     _finish_prepare(graph, config, ready, sites, report.plan)
     boundaries.order(graph)
     graph.eliminate_dead_code()
-    report.barriers = set_barriers(graph, config.group_name, config.tp_size)
+    with _stage(report, "barriers"):
+        report.barriers = set_barriers(graph, config.group_name, config.tp_size)
     with _stage(report, "verify"):
         if report.applied:
             _verify(graph, config.tp_size, inputs, before)
@@ -278,6 +279,7 @@ def _enforce_strict(config: SPConfig, graph: fx.Graph, sites: list[Site]) -> Non
         site
         for site in sites
         if site.reason is not None
+        and site.needed
         and not site.reason.startswith("already sharded")
         and not (site.weights and sharded.issuperset(site.weights))
     ]

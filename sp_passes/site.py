@@ -36,6 +36,7 @@ class Site:
         tokens_whole: every rank computes the site for all tokens before the rewrite.
         claims: its linears are this pattern's also when it is skipped; another pattern's site
             with False gives way, without a row.
+        needed: a skip leaves memory or a boundary as it was, so that strict makes it an error.
         cost: of a site without weights: seconds before and after, for a number of global tokens
             and a ``policy.Hardware``.
         label: the site's name, where its weights do not give one.
@@ -57,6 +58,7 @@ class Site:
     shared: int = 0
     tokens_whole: bool = False
     claims: bool = True
+    needed: bool = True
     cost: Callable[[int, Any], tuple[float, float]] | None = None
     label: str = ""
     bytes_moved: dict[str, int] = field(default_factory=dict)

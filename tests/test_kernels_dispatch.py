@@ -63,7 +63,7 @@ def test_buckets() -> None:
     }
     buckets = tuned.buckets_of(times)
     assert buckets == (
-        (1024, "unfused"), (2048, "unfused"), (4096, "copy_engine"), (8192, "unfused"),
+        (2048, "unfused"), (4096, "copy_engine"), (8192, "unfused"),
     )  # fmt: skip
     for tokens, name in ((1, "unfused"), (2049, "copy_engine"), (4096, "copy_engine")):
         assert tuned.in_bucket(buckets, tokens) == name

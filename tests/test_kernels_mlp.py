@@ -90,3 +90,12 @@ def test_refuses_other_layouts(solo: Any, cuts: tuple[str, str], message: str) -
 def test_refuses_an_unknown_activation(solo: Any) -> None:
     with pytest.raises(SPError, match="activation 'gelu' is unknown"):
         call(torch.randn(3, K), ("gelu", 1.0, None), solo.group_name, 1)
+
+
+def test_one_shot_says_why_not(solo: Any) -> None:
+    w1, w2 = weights()
+    with pytest.raises(SPError, match="one_shot cannot run here: the tensors are on cpu"):
+        ours.ag_mlp_rs(
+            torch.randn(3, K), w1, w2, f"S0[{INNER},{INNER}]", f"S1[{INNER}]",
+            "silu", 1.0, None, None, solo.group_name, 1, "one_shot",
+        )  # fmt: skip

@@ -114,7 +114,7 @@ class Bench:
         x = self.x(m)
         out = torch.empty_like(x)
         return replay_us([
-            lambda w=w: decode.decode_mlp(x, *w, self.act, self.space, out, tiling)
+            lambda w=w: decode.decode_mlp(x, w[0], w[1], self.act, self.space, out, tiling)
             for w in self.shards
         ] * 2)  # fmt: skip
 
@@ -139,7 +139,7 @@ class Bench:
             device, self.tp, m // self.tp, self.hidden, self.hidden, self.inner
         )
         x = self.x(m // self.tp)
-        return replay_us([lambda w=w: shot.mlp(x, *w, self.act) for w in self.shards] * 2)
+        return replay_us([lambda w=w: shot.mlp(x, w[0], w[1], self.act) for w in self.shards] * 2)
 
     def mm_pair(self, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return self.fused_act(x @ w1.T, self.act) @ w2.T

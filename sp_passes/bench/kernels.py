@@ -83,9 +83,8 @@ def winners(rows: Sequence[Row]) -> dict[tuned.Key, tuned.Buckets]:
     for row in rows:
         capability = torch.cuda.get_device_capability()
         key = (capability, row["op"], row["n"], row["k"], row["tp_size"], "bfloat16")
-        # torch's reduction promises no order, so only its ag_gemm may win.
-        names = ["unfused", "copy_engine"] + ["torch"] * (row["op"] == "ag_gemm")
-        ours = {name: row["us"][name] for name in names}
+        # Not torch's: its reduction promises no order, and its results are not checked here.
+        ours = {name: row["us"][name] for name in ("unfused", "copy_engine")}
         times.setdefault(key, {})[row["tokens"]] = ours
     return {key: tuned.buckets_of(found) for key, found in times.items()}
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +262,9 @@ def cases(case: Case, full: bool) -> list[Callable[[], Row]]:
     tokens = (1, 3, 64, 129, 4096) if full else (1, 33)
     rows: list[Callable[[], Row]] = []
     for i, (n, k) in enumerate(AG_SHAPES if full else AG_SHAPES[1:2]):
-        rows += [lambda a=(i, m, n, k, m % 2 == 1): case.ag_row(*a) for m in tokens]
+        rows += [partial(case.ag_row, i, m, n, k, m % 2 == 1) for m in tokens]
     for i, (n, k) in enumerate(RS_SHAPES if full else RS_SHAPES[:1]):
-        rows += [lambda a=(50 + i, m, n, k, m % 2 == 1): case.rs_row(*a) for m in tokens]
+        rows += [partial(case.rs_row, 50 + i, m, n, k, m % 2 == 1) for m in tokens]
     rows += [case.owner_row, lambda: case.race_row(1000 if full else 100)]
     rows += [lambda: case.race_row(2, late=1.0), lambda: case.graph_row(100 if full else 20)]
     return rows

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -88,6 +89,10 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 
 def set_value(node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
     """Give a new call its fake value by running it on the values of its inputs."""
+    if node.target is operator.getitem:
+        parts, at = args(node)
+        node.meta["val"] = value(parts)[at]
+        return node
     inputs, options = fx.map_arg((node.args, node.kwargs), value)
     assert callable(node.target)
     with mode or nullcontext():

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
 """Triton code of the decode MLP: three launches that overlap (programmatic dependent launch).
 
 Few tokens: time is the bytes of the two weight shards over the memory bandwidth, so weights

@@ -6,8 +6,10 @@
     situ: beta tanh(gate / beta) sigmoid(gate) * up, with linear_beta
           linear_beta tanh(up / linear_beta) in place of up; float32 inside
 
-Up to ``DECODE_TOKENS`` global tokens on CUDA it runs as five launches (``one_shot``); above,
-and wherever those do not apply, as ``ag_gemm``, the activation and ``gemm_rs``.
+Up to ``DECODE_TOKENS`` global tokens on CUDA it can run as five launches (``one_shot``). With
+``kernel="auto"`` it does on group sizes where that was measured to be faster over real links;
+``"one_shot"`` asks for it on others. Above, and wherever those launches do not apply, it runs
+as ``ag_gemm``, the activation and ``gemm_rs``.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ log = logging.getLogger("sp_passes")
 # Above this the two products as torch.mm are as fast (bench/NOTES.md).
 DECODE_TOKENS = 128
 
-_shots: dict[tuple[str, int, int, int, torch.dtype], one_shot.OneShot | None] = {}
+# Group sizes on which one_shot was faster than unfused at every measured number of tokens.
+MEASURED_SIZES = (2,)
+
+Key = tuple[str, int, int, int, torch.dtype]
+# With the group: a later group may have the name of one that is gone.
+_shots: dict[Key, tuple[Any, one_shot.OneShot | None]] = {}
 
 
 def activate(gate_up: Tensor, act: Activation) -> Tensor:
@@ -66,9 +73,13 @@ def _ag_mlp_rs(
     pg = group_of(group, tp_size)
     shard1, shard2 = resident(w1, cut1, pg), resident(w2, cut2, pg)
     how = Activation(act, beta, linear_beta)
-    shot = _one_shot(x, shard1, shard2, pg, tp_size) if kernel == "auto" else None
-    if shot is not None:
-        return shot.mlp(x.contiguous(), shard1, shard2, how)
+    if kernel == "one_shot" or (kernel == "auto" and tp_size in MEASURED_SIZES):
+        reason = _why_not(x, shard1, shard2, tp_size)
+        shot = _one_shot(x, shard2, pg, tp_size) if reason is None else None
+        if shot is not None:
+            return shot.mlp(x.contiguous(), shard1, shard2, how)
+        if kernel == "one_shot":
+            raise SPError(f"one_shot cannot run here: {reason or 'no symmetric memory'}")
     n, k, inner = shard2.shape[0], x.shape[1], shard2.shape[1]
     tokens = x.shape[0] * tp_size
     call = Call("ag_gemm", x.device.type, x.dtype, 2 * inner, k, tokens, tp_size)
@@ -88,31 +99,37 @@ def _cuts(layout1: str, layout2: str) -> tuple[ShardLayout, ShardLayout]:
     return cut1, cut2
 
 
-def _one_shot(x: Tensor, w1: Tensor, w2: Tensor, pg: Any, tp_size: int) -> one_shot.OneShot | None:
-    """The group's decode buffers if this call may use them; made outside captures."""
+def _why_not(x: Tensor, w1: Tensor, w2: Tensor, tp_size: int) -> str | None:
     tokens = x.shape[0] * tp_size
-    if not x.is_cuda or tp_size == 1 or not 0 < tokens <= DECODE_TOKENS:
-        return None
-    if x.dtype != w1.dtype or x.dtype != w2.dtype:
-        return None
+    if not x.is_cuda:
+        return f"the tensors are on {x.device.type}"
+    if tp_size == 1 or not 0 < tokens <= DECODE_TOKENS:
+        return f"{tokens} tokens on {tp_size} ranks; it is for 1 to {DECODE_TOKENS} on several"
+    if not x.dtype == w1.dtype == w2.dtype:
+        return f"the dtypes {x.dtype}, {w1.dtype}, {w2.dtype} differ"
+    return decode.why_not(tokens, x.shape[1], w2.shape[1], w2.shape[0], x.dtype)
+
+
+def _one_shot(x: Tensor, w2: Tensor, pg: Any, tp_size: int) -> one_shot.OneShot | None:
+    """The group's decode buffers, made outside captures; None without symmetric memory."""
     k, n, inner = x.shape[1], w2.shape[0], w2.shape[1]
-    if decode.why_not(tokens, k, inner, n, x.dtype) is not None:
-        return None
     key = (pg.group_name, k, n, inner, x.dtype)
-    if key not in _shots:
-        if torch.cuda.is_current_stream_capturing():
-            raise SPError(
-                "the first decode step of an MLP cannot be captured in a CUDA graph: it allocates "
-                "symmetric memory; run one step of at most "
-                f"{DECODE_TOKENS} tokens before capturing"
-            )
-        try:
-            _shots[key] = one_shot.for_group(pg, x.device, DECODE_TOKENS // tp_size, k, n, inner)
-        except (RuntimeError, SPError) as err:
-            reason = str(err).splitlines()[0]
-            log.warning("no symmetric memory for group %s: %s", pg.group_name, reason)
-            _shots[key] = None
-    return _shots[key]
+    owner, shot = _shots.get(key, (None, None))
+    if owner is pg:
+        return shot
+    if torch.cuda.is_current_stream_capturing():
+        raise SPError(
+            "the first decode step of an MLP cannot be captured in a CUDA graph: it allocates "
+            f"symmetric memory; run one step of at most {DECODE_TOKENS} tokens before capturing"
+        )
+    try:
+        shot = one_shot.for_group(pg, x.device, DECODE_TOKENS // tp_size, k, n, inner)
+    except (RuntimeError, SPError) as err:
+        reason = str(err).splitlines()[0]
+        log.warning("no symmetric memory for group %s: %s", pg.group_name, reason)
+        shot = None
+    _shots[key] = (pg, shot)
+    return shot
 
 
 def _fake(

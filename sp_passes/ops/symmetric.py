@@ -79,7 +79,8 @@ class SymmetricPeers:
         self.handle.wait_signal(src, channel=_DATA + piece)
 
 
-_workspaces: dict[str, SymmetricPeers] = {}
+# By group name, with the group: a later group may have the name of one that is gone.
+_workspaces: dict[str, tuple[Any, SymmetricPeers]] = {}
 _kept: list[SymmetricPeers] = []
 _unusable: dict[str, str] = {}
 
@@ -95,7 +96,9 @@ def workspace(pg: Any, device: torch.device, nbytes: int) -> SymmetricPeers | No
         SPError: it would have to be allocated inside a CUDA graph capture.
     """
     name = pg.group_name
-    found = _workspaces.get(name)
+    owner, found = _workspaces.get(name, (None, None))
+    if owner is not pg:
+        found = None
     if found is not None and found.nbytes >= nbytes:
         return found
     if name in _unusable:
@@ -117,7 +120,7 @@ def workspace(pg: Any, device: torch.device, nbytes: int) -> SymmetricPeers | No
         return None
     if found is not None:
         _kept.append(found)
-    _workspaces[name] = made
+    _workspaces[name] = (pg, made)
     return made
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's own fused ops over symmetric memory, as rows of the table of kernels.
 
-``fused_matmul_reduce_scatter`` promises no order of its additions, so ``auto`` never takes
-it: a token's result could depend on the rank that owns it.
+For comparison, by name only: ``fused_matmul_reduce_scatter`` promises no order of its
+additions, so a token's result could depend on the rank that owns it.
 """
 
 from __future__ import annotations

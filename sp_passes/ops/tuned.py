@@ -28,7 +28,29 @@ VARIABLE = "SP_PASSES_KERNEL_TABLE"
 Key = tuple[tuple[int, int], str, int, int, int, str]
 Buckets = tuple[tuple[int, str], ...]
 
-MEASURED: dict[Key, Buckets] = {}
+MEASURED: dict[Key, Buckets] = {
+    # 2 x H200 of one host over NVLink, torch 2.11, results/2026-11-29-kernels-tp2.json
+    ((9, 0), "ag_gemm", 1536, 7168, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (32768, "copy_engine"),
+    ),
+    ((9, 0), "ag_gemm", 3648, 7168, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (32768, "copy_engine"),
+    ),
+    ((9, 0), "ag_gemm", 6288, 7168, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (32768, "copy_engine"),
+    ),
+    ((9, 0), "gemm_rs", 7168, 768, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (32768, "copy_engine"),
+    ),
+    ((9, 0), "gemm_rs", 7168, 1536, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (32768, "copy_engine"),
+    ),
+}
 
 
 @cache
@@ -58,21 +80,22 @@ def in_bucket(buckets: Buckets, tokens: int) -> str | None:
 
 
 def buckets_of(times: dict[int, dict[str, float]]) -> Buckets:
-    """``{tokens: {kernel: µs}}`` -> buckets; a fused kernel must beat unfused by 2 %.
+    """``{tokens: {kernel: µs}}`` -> buckets.
 
-    A bucket reaches down to the tokens measured below it, so it takes a fused kernel only
-    if that kernel won at both of its ends.
+    A bucket reaches down to the tokens measured below it, so a fused kernel must beat
+    unfused by 2 % at both ends; of those that do, the fastest at the upper end is taken.
+    Below the lowest measurement nothing is known and unfused runs.
     """
-    best = {}
-    for tokens in sorted(times):
-        unfused = times[tokens]["unfused"]
-        name = min(times[tokens], key=lambda k: times[tokens][k])
-        best[tokens] = name if times[tokens][name] < 0.98 * unfused else "unfused"
     out: list[tuple[int, str]] = []
-    below = "unfused"
-    for tokens, name in best.items():
-        out.append((tokens, name if name == below else "unfused"))
-        below = name
+    below: set[str] = set()
+    for tokens in sorted(times):
+        found = times[tokens]
+        wins = {name for name, us in found.items() if us < 0.98 * found["unfused"]}
+        name = min(wins & below, key=lambda kernel: found[kernel], default="unfused")
+        if out and out[-1][1] == name:
+            out.pop()
+        out.append((tokens, name))
+        below = wins
     return tuple(out)
 
 
