@@ -151,11 +151,13 @@ class _Rewriter:
             with self.graph.inserting_before(node):
                 found = stream.sums.get(node)
                 self.made[node] = self._sum(found) if found else self._own(node)
-                whole = self._whole(node) if stream.leavers(node) else None
-            for user in stream.leavers(node) if whole is not None else ():
+                leavers = list(stream.leavers(node))
+                whole = self._whole(node) if leavers else None
+            if whole is None:
+                continue
+            for user in leavers:
                 user.replace_input_with(node, whole)
-            if whole is not None:
-                self.ctx.replaced[node] = whole
+            self.ctx.replaced[node] = whole
         for node in reversed(inside):
             self.ctx.erase(node)
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..config import SPConfig
 from ..demo import full_size, shrunken, wrong_design
+from ..demo.full_size import Traffic
 from ..demo.shrunken import Timed
 from ..demo.wrong_design import Numbers
 from ..errors import PlacementError
@@ -18,6 +19,7 @@ from ..ranks import run_ranks
 from ..report import Report, format_bytes
 from . import show
 from .progress import step
+from .report import bought, traffic_dict
 
 MODEL, TOKENS = "kimi-k3", 64
 RANKS, LAYERS, ROWS, STEPS = 4, 6, 16, 9
@@ -27,7 +29,7 @@ TIMEOUT = 600.0
 def run(as_json: bool) -> None:
     start = time.perf_counter()
     out = show.console() if not as_json else Console(quiet=True)
-    reports = _full_width(out)
+    reports, moved = _full_width(out)
     timed, numbers = _local_ranks()
     _show_ranks(out, timed)
     refusal = wrong_design.refusal(RANKS)
@@ -35,24 +37,36 @@ def run(as_json: bool) -> None:
     seconds = time.perf_counter() - start
     out.print(f"\nDone in {seconds:.0f} s.")
     if as_json:
-        show.print_json(_as_dict(reports, timed, numbers, refusal, seconds))
+        show.print_json(_as_dict(reports, moved, timed, numbers, refusal, seconds))
 
 
-def _full_width(out: Console) -> dict[int, Report]:
-    """Trace and rewrite the model as one rank of each group size sees it."""
+Moved = dict[int, tuple[Traffic, Traffic]]
+
+
+def _full_width(out: Console) -> tuple[dict[int, Report], Moved]:
+    """Trace and rewrite the model as one rank of each group size sees it.
+
+    Returns:
+        By tp_size the report, and the collectives before and after.
+    """
     out.print("[bold]1. Kimi-K3 at full width, on fake tensors, as one rank sees it[/bold]")
     config = full_size.model_config(MODEL, None)
-    reports = {}
+    reports: dict[int, Report] = {}
+    moved: Moved = {}
     for tp in (8, 4, 16):
         name = f"{MODEL}, {config.num_hidden_layers} layers"
         with step(f"tracing {name} at TP{tp}"):
             traced = full_size.trace_rank(full_size.rank_model(config, tp), TOKENS)
         with step(f"rewriting and checking {traced.nodes} nodes"):
+            before = traced.traffic()
             reports[tp] = full_size.rewrite_rank(traced, SPConfig(tp_size=tp), name)
+            moved[tp] = before, traced.traffic()
         if tp == 8:
             show.report(out, reports[tp], f"{name}, TP{tp}, {TOKENS} tokens")
+            out.print(show.traffic(*moved[tp]))
+            out.print(bought(reports[tp], *moved[tp]))
     out.print(_sizes_table(dict(sorted(reports.items()))))
-    return reports
+    return reports, moved
 
 
 def _sizes_table(reports: dict[int, Report]) -> Any:
@@ -62,11 +76,12 @@ def _sizes_table(reports: dict[int, Report]) -> Any:
     for name in names:
         found = {tp: kinds[tp].get(name) for tp in reports}
         whole = next(k.whole for k in found.values() if k is not None)
-        rows.append(
-            (name, show.gib(whole), *(show.gib(k.saved) if k else "-" for k in found.values()))
-        )
+        saved = (show.weight_bytes(k.saved) if k else "-" for k in found.values())
+        rows.append((name, show.weight_bytes(whole), *saved))
+    totals = (show.weight_bytes(r.bytes_saved_per_rank) for r in reports.values())
+    rows.append(("all", "", *totals))
     head = ("weights", ">replicated", *(f">TP{tp}" for tp in reports))
-    return show.table("GiB of weights on one rank: held when replicated, saved at", head, rows)
+    return show.table("Weights on one rank: held when replicated, saved at", head, rows)
 
 
 def _in_a_rank(rank: int, world: int) -> tuple[Timed, Numbers]:
@@ -125,6 +140,7 @@ def _show_wrong(out: Console, refusal: PlacementError, numbers: list[Numbers]) -
 
 def _as_dict(
     reports: dict[int, Report],
+    moved: Moved,
     timed: list[Timed],
     numbers: list[Numbers],
     refusal: PlacementError,
@@ -132,7 +148,11 @@ def _as_dict(
 ) -> dict[str, Any]:
     return {
         "full_width": {
-            f"tp{tp}": {**r.to_dict(), "kinds": [asdict(k) for k in full_size.kinds(r)]}
+            f"tp{tp}": {
+                **r.to_dict(),
+                "kinds": [asdict(k) for k in full_size.kinds(r)],
+                **traffic_dict(*moved[tp]),
+            }
             for tp, r in reports.items()
         },
         "shrunken": {"ranks": [asdict(t) for t in timed], "layers": LAYERS, "tokens": ROWS * RANKS},

@@ -64,12 +64,17 @@ def report(
         typer.Option(help="Use this pattern only; may be given several times."),
     ] = None,
     strict: Annotated[bool, typer.Option(help="A skipped site is an error.")] = False,
+    pp: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Stages of a pipeline; report the one that --stage says."),
+    ] = None,
+    stage: Annotated[Optional[int], typer.Option(help="Stage to report, from 0.")] = None,  # noqa: UP045
     json: Json = False,
 ) -> None:
-    """What would be rewritten in a model, as one rank sees it; nothing is run."""
+    """What would be rewritten in a model, or one stage, as one rank sees it; nothing is run."""
     from . import report as command
 
-    command.run(model, tp, tokens, layers, pattern, strict, json)
+    command.run(command.Asked(model, tp, tokens, layers, pattern, strict, pp, stage), json)
 
 
 @app.command()

@@ -4,23 +4,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ..demo.full_size import kinds, reasons
-from ..report import Report, total_counts
+from ..demo.full_size import Kind, Traffic, kinds, reasons
+from ..report import Decision, Report, format_bytes, total_counts
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+# Below it MiB are shown; one layer's worth of a small projection is a few thousandths of a GiB.
+FEWEST_GIB = 0.2
 # Wide enough for the tables where the output is a file or a pipe.
 PLAIN_WIDTH = 100
 
 
 def console() -> Console:
+    """The terminal; where there is none, and no COLUMNS, a page of ``PLAIN_WIDTH``."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    known = found.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return found if known else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def print_json(data: Any) -> None:
@@ -28,13 +34,21 @@ def print_json(data: Any) -> None:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """A table whose columns are flush right where the heading starts with ``>``."""
+    """A table of plain text.
+
+    A heading that starts with ``>`` makes its column flush right, one that starts with ``!``
+    keeps its cells from being broken while any other column can be.
+    """
     made = Table(title=title, title_justify="left", title_style="bold", header_style="")
     for heading in columns:
-        right = heading.startswith(">")
-        made.add_column(heading.lstrip(">"), justify="right" if right else "left", overflow="fold")
+        made.add_column(
+            heading.lstrip(">!"),
+            justify="right" if heading.startswith(">") else "left",
+            overflow="fold",
+            no_wrap=heading.startswith("!"),
+        )
     for row in rows:
-        made.add_row(*(str(cell) for cell in row))
+        made.add_row(*(escape(str(cell)) for cell in row))
     return made
 
 
@@ -44,61 +58,98 @@ def gib(count: float) -> str:
     return f"{value:.2f}" if value >= 10 else f"{value:.3f}"
 
 
-def counts(collectives: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {kind}" for kind, n in sorted(collectives.items())) or "none"
+def weight_bytes(count: float) -> str:
+    """Bytes of weights: ``19.81 GiB``, ``1.184 GiB``, ``105.7 MiB``; ``-`` for none."""
+    if not count:
+        return "-"
+    return f"{gib(count)} GiB" if count >= FEWEST_GIB * GIB else f"{count / MIB:.1f} MiB"
+
+
+def lines(collectives: Mapping[str, int], sign: str = "", end: str = "") -> list[str]:
+    return [f"{sign}{n} {kind}{end}" for kind, n in sorted(collectives.items())]
 
 
 def report(out: Console, found: Report, header: str) -> None:
-    """What was found and done, pattern by pattern; then kinds of sites; then skips."""
+    """What was found and done, pattern by pattern; then weights; then skips."""
     if not found.decisions:
-        out.print(f"{header}: no site found; {found.nearest}")
+        out.print(f"{header}: no site found; {found.nearest}", markup=False)
         return
     out.print(_patterns(found, header))
-    if found.applied:
-        out.print(_kinds(found))
+    if saving := kinds(found):
+        out.print(_weights(saving, found.bytes_saved_per_rank))
     if found.skipped:
         out.print(_skips(found))
 
 
 def _patterns(found: Report, header: str) -> Table:
-    rows = []
     saved = found.by_pattern()
+    rows = []
     for name in saved:
         sites = [d for d in found.decisions if d.pattern == name]
         applied = [d for d in sites if d.applied]
-        rows.append(
-            (
-                name,
-                len(sites),
-                len(applied),
-                len(sites) - len(applied),
-                len({w for d in applied for w in d.weights}),
-                gib(saved[name]),
-                counts(total_counts(d.collectives_added for d in applied)),
-                counts(total_counts(d.collectives_removed for d in applied)),
-            )
-        )
-    head = (
-        "pattern",
-        ">found",
-        ">applied",
-        ">skipped",
-        ">weights",
-        ">GiB saved",
-        "added",
-        "removed",
-    )
-    return table(f"{header}: collectives and weights of one rank", head, rows)
+        counts = (len(sites), len(applied), len(sites) - len(applied), _weight_count(applied))
+        rows.append((name, *counts, weight_bytes(saved[name]), _collectives(applied)))
+    head = ("!pattern", ">found", ">applied", ">skipped", ">weights", ">saved", "collectives")
+    return table(f"{header}: one rank", head, rows)
 
 
-def _kinds(found: Report) -> Table:
-    rows = [(k.name, k.sites, gib(k.whole), gib(k.saved)) for k in kinds(found)]
-    total = found.bytes_saved_per_rank
-    rows.append(("all", len(found.applied), gib(sum(k.whole for k in kinds(found))), gib(total)))
-    head = ("applied sites", ">sites", ">GiB before", ">GiB saved")
+def _weight_count(applied: list[Decision]) -> int | str:
+    """Weights that are sharded; those that a pattern only reads are none of its own."""
+    return len({w for d in applied if d.bytes_saved_per_rank for w in d.weights}) or "-"
+
+
+def _collectives(applied: list[Decision]) -> str:
+    found = [
+        *lines(total_counts(d.collectives_added for d in applied), "+"),
+        *lines(total_counts(d.collectives_removed for d in applied), "-"),
+        *lines(total_counts(d.fused for d in applied), end=" fused"),
+    ]
+    return "\n".join(found) or "-"
+
+
+def _weights(saving: list[Kind], total: int) -> Table:
+    rows = [(k.name, k.sites, weight_bytes(k.whole), weight_bytes(k.saved)) for k in saving]
+    whole = sum(k.whole for k in saving)
+    rows.append(("all", sum(k.sites for k in saving), weight_bytes(whole), weight_bytes(total)))
+    head = ("applied sites", ">sites", ">before", ">saved")
     return table("Weights of one rank", head, rows)
 
 
 def _skips(found: Report) -> Table:
     rows = [(r.pattern, r.count, r.category, r.example) for r in reasons(found.decisions)]
-    return table("Skipped", ("pattern", ">sites", "reason", "for example"), rows)
+    return table("Skipped", ("!pattern", ">sites", "reason", "for example"), rows)
+
+
+def traffic(before: Traffic, after: Traffic) -> Table:
+    """Collectives of one step and a layer of it, and the bytes that they send."""
+    rows = [
+        (kind, *_moved(before, kind), *_moved(after, kind))
+        for kind in dict.fromkeys((*before.count, *after.count))
+    ]
+    rows.append(("all", *_moved(before), *_moved(after)))
+    title = f"Collectives of one step of {before.tokens} tokens, and what one rank sends"
+    head = ("", ">before", ">a layer", ">sent", ">after", ">a layer", ">sent")
+    return table(title, head, rows)
+
+
+def _moved(found: Traffic, kind: str | None = None) -> tuple[int, str, str]:
+    names = found.count if kind is None else (kind,)
+    number = sum(found.count.get(name, 0) for name in names)
+    sent = sum(found.sent.get(name, 0) for name in names)
+    return number, f"{number / found.layers:.1f}", format_bytes(sent) if sent else "-"
+
+
+def boundaries(found: Report, pattern: str = "pp_send") -> Table:
+    """Bytes that one rank sends or receives at the ends of a pipeline stage."""
+    rows = [
+        (
+            d.name,
+            format_bytes(d.bytes_moved["before"]),
+            format_bytes(d.bytes_moved["after"]),
+            d.detail,
+        )
+        for d in found.applied
+        if d.pattern == pattern and d.bytes_moved
+    ]
+    head = ("tensor", ">before", ">after", "M is the global tokens")
+    return table("Pipeline boundary: bytes of one rank a step", head, rows)

@@ -15,22 +15,59 @@ from torch import fx
 from .. import check, rewrite, trace
 from ..config import SPConfig
 from ..errors import SPError
+from ..graph.collectives import count
+from ..graph.traffic import bytes_sent
 from ..models import KimiK3Config, KimiK3Model, load_config
 from ..report import Decision, Report
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Collectives that one rank takes part in for one step, and the bytes that it sends.
+
+    Attributes:
+        tokens: global tokens of the step.
+        layers: of the model.
+        count: collectives by kind, those inside fused ops included.
+        sent: bytes by kind (``sp_passes.graph.traffic``).
+    """
+
+    tokens: int
+    layers: int
+    count: dict[str, int]
+    sent: dict[str, int]
+
+    @property
+    def per_layer(self) -> dict[str, float]:
+        """Collectives of each kind divided by the layers, to one decimal."""
+        return {kind: round(n / self.layers, 1) for kind, n in self.count.items()}
+
+
+@dataclass(frozen=True)
 class Traced:
-    """One rank's graph and how long it took, in seconds."""
+    """One rank's graph and how long it took, in seconds.
+
+    Attributes:
+        tokens, layers: global tokens of the step, layers of the model.
+    """
 
     graph: fx.GraphModule
     nodes: int
     seconds: float
+    tp_size: int
+    tokens: int
+    layers: int
+
+    def traffic(self) -> Traffic:
+        """Of the graph as it is now."""
+        graph = self.graph.graph
+        sent = bytes_sent(graph, self.tp_size)
+        return Traffic(self.tokens, self.layers, count(graph), sent)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The applied sites that differ only in their layer number, and their bytes per rank."""
+    """Applied sites that save bytes and differ only in their layer number; bytes per rank."""
 
     pattern: str
     name: str
@@ -72,7 +109,9 @@ def trace_rank(model: KimiK3Model, tokens: int) -> Traced:
     ids = torch.empty(local_tokens(tokens, model.tp.size), dtype=torch.long, device="meta")
     start = time.perf_counter()
     graph = trace(model, ids)
-    return Traced(graph, len(graph.graph.nodes), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    layers = len(model.layers)
+    return Traced(graph, len(graph.graph.nodes), seconds, model.tp.size, tokens, layers)
 
 
 def rewrite_rank(traced: Traced, config: SPConfig, name: str) -> Report:
@@ -86,14 +125,16 @@ def rewrite_rank(traced: Traced, config: SPConfig, name: str) -> Report:
 
 
 def kinds(report: Report) -> list[Kind]:
-    """Applied sites by name without layer numbers, such as ``layers.*.mlp``."""
+    """Sites that save bytes, by name without layer numbers (``layers.*.mlp``), most first."""
     found: dict[tuple[str, str], list[Decision]] = {}
     for d in report.applied:
-        found.setdefault((d.pattern, _without_numbers(d.name)), []).append(d)
-    return [
+        if d.bytes_saved_per_rank:
+            found.setdefault((d.pattern, _without_numbers(d.name)), []).append(d)
+    made = [
         Kind(pattern, name, len(sites), _whole(sites, report.tp_size), _saved(sites, report))
         for (pattern, name), sites in found.items()
     ]
+    return sorted(made, key=lambda kind: -kind.saved)
 
 
 def _without_numbers(name: str) -> str:
@@ -121,14 +162,14 @@ class Reason:
 
 def reasons(decisions: Iterable[Decision]) -> list[Reason]:
     """Skips grouped by the text before the first colon of their reason, most first."""
-    count: Counter[tuple[str, str]] = Counter()
+    number: Counter[tuple[str, str]] = Counter()
     example: dict[tuple[str, str], str] = {}
     for d in decisions:
         if not d.applied:
             key = (d.pattern, _category(d.reason))
-            count[key] += 1
+            number[key] += 1
             example.setdefault(key, f"{d.name}: {d.reason}")
-    return [Reason(p, c, n, example[p, c]) for (p, c), n in count.most_common()]
+    return [Reason(p, c, n, example[p, c]) for (p, c), n in number.most_common()]
 
 
 def _category(reason: str) -> str:
