@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sp_passes.report import Decision
 from sp_passes.version import __version__
 
 GIB = 1 << 30
+REPORT = ("report", "--model", "kimi-k3")
 
 
 def call(*args: str) -> Any:
@@ -43,12 +45,101 @@ def test_json_has_the_documented_form() -> None:
     assert {"trace", "rewrite", "check placements"} <= data["seconds"].keys()
 
 
+def test_json_says_what_traffic_the_memory_costs() -> None:
+    """The dense layer alone, 8 rows of 7168 bfloat16 on each of 8 ranks, one pattern."""
+    pattern = ("--pattern", "replicated_mlp")
+    data = json.loads(call(*REPORT, "--layers", "1", *pattern, "--json").stdout)
+    before, after = data["collectives"]["before"], data["collectives"]["after"]
+    assert after == {kind: n + 1 for kind, n in before.items()}
+    assert data["layers"] == 1 and data["collectives_per_layer"]["after"] == after
+    rows = 7 * 8 * 7168 * 2
+    sent = data["bytes_sent_by_kind"]
+    for kind in ("all_gather", "reduce_scatter"):
+        assert sent["after"][kind] == sent["before"][kind] + rows
+    for when, total in data["bytes_sent_per_step"].items():
+        assert total == sum(sent[when].values())
+
+
+@pytest.mark.slow
+def test_figures_of_the_whole_model_at_tp8() -> None:
+    data = json.loads(call(*REPORT, "--json").stdout)
+    assert round(data["totals"]["bytes_saved_per_rank"] / GIB, 2) == 31.32
+    assert data["collectives"] == {
+        "before": {"all_gather": 94, "reduce_scatter": 94},
+        "after": {"all_gather": 372, "reduce_scatter": 187, "all_to_all": 276},
+    }
+    assert data["collectives_per_layer"]["after"] == {
+        "all_gather": 4.0,
+        "reduce_scatter": 2.0,
+        "all_to_all": 3.0,
+    }
+    added = Counter[str]()
+    for site in data["sites"]:
+        added.update(site["collectives_added"])
+        added.subtract(site["collectives_removed"])
+    for kind, n in added.items():
+        now = data["collectives"]["after"][kind]
+        assert now - data["collectives"]["before"].get(kind, 0) == n
+
+
 def test_tables() -> None:
     result = call("report", "--model", "kimi-k3", "--layers", "1", "--tp", "4", "--tokens", "5")
     assert result.exit_code == 0, result.output
     assert "replicated_mlp" in result.stdout and "1.015" in result.stdout
     assert "kimi-k3, 1 layers, TP4, 5 tokens (2 a rank)" in result.stdout
     assert "already sharded" in result.stdout
+    assert "Collectives of one step of 5 tokens" in result.stdout
+
+
+@pytest.mark.parametrize("width", [100, 80, 30])
+def test_tables_fit_the_page(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = call(*REPORT, "--layers", "2")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    if width < 80:
+        return
+    for name in ("latent_projection", "replicated_mlp", "ag_gemm", "gemm_rs", "shared_gather"):
+        assert any(line.startswith(f"│ {name} ") for line in lines), name
+    (gemm,) = [line for line in lines if line.startswith("│ ag_gemm ")]
+    assert gemm.split("│")[6].strip() == "-" and "0.000" not in result.stdout
+
+
+def test_weights_are_those_that_save_bytes_most_first() -> None:
+    result = call(*REPORT, "--layers", "2")
+    _, _, weights = result.stdout.partition("Weights of one rank")
+    weights, _, _ = weights.partition("Skipped")
+    rows = [line.split("│")[1:5] for line in weights.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["layers.*.mlp", "1", "1.354 GiB", "1.184 GiB"],
+        ["layers.*.block_sparse_moe.shared_experts", "1", "0.246 GiB", "0.215 GiB"],
+        ["layers.*.block_sparse_moe.routed_expert_down_proj", "1", "49.0 MiB", "42.9 MiB"],
+        ["layers.*.block_sparse_moe.routed_expert_up_proj", "1", "49.0 MiB", "42.9 MiB"],
+        ["layers.*.block_sparse_moe.gate", "1", "24.5 MiB", "21.4 MiB"],
+        ["layers.*.self_attn.f_a_proj", "2", "3.5 MiB", "3.1 MiB"],
+        ["all", "7", "1.723 GiB", "1.507 GiB"],
+    ]
+
+
+def test_a_stage_of_a_pipeline() -> None:
+    args = (*REPORT, "--layers", "4", "--pp", "2", "--stage", "1")
+    result = call(*args)
+    assert result.exit_code == 0, result.output
+    assert "kimi-k3, stage 1 of 2, layers 2-3, TP8, 64 tokens (8 a rank)" in result.stdout
+    _, _, boundary = result.stdout.partition("Pipeline boundary")
+    cells = [line.split("│") for line in boundary.splitlines() if "hidden_states" in line]
+    assert [c.strip() for c in cells[0][1:4]] == ["hidden_states", "896.00 KiB", "112.00 KiB"]
+    data = json.loads(call(*args, "--json").stdout)
+    assert (data["pp_size"], data["stage"], data["layers"], data["tokens"]) == (2, 1, 2, 64)
+    moved = {s["name"]: s["bytes_moved"] for s in data["sites"] if s["pattern"] == "pp_send"}
+    assert moved["residual"] == {"before": 917_504, "after": 114_688, "tokens": 64}
+
+
+def test_a_stage_whose_boundaries_stay_whole() -> None:
+    args = ("--layers", "2", "--pp", "2", "--stage", "0", "--pattern", "replicated_mlp")
+    result = call(*REPORT, *args)
+    assert result.exit_code == 0 and "Pipeline boundary" not in result.stdout
 
 
 def test_a_path_is_a_model_too() -> None:
@@ -72,11 +163,23 @@ def test_skips_are_grouped_by_what_comes_before_the_colon() -> None:
     ]
 
 
-REPORT = ("report", "--model", "kimi-k3")
 BAD = {
     "no pattern": ((*REPORT, "--pattern", "replicated_mpl"), "did you mean 'replicated_mlp'?"),
     "tp 7": ((*REPORT, "--tp", "7"), "96 linear attention heads are not divisible by tp_size 7"),
     "tp 0": ((*REPORT, "--tp", "0"), "--tp must be at least 1, got 0"),
+    "tp 1": ((*REPORT, "--tp", "1"), "nothing to shard on fewer than 2 ranks"),
+    "pp alone": ((*REPORT, "--pp", "2"), "--pp needs --stage"),
+    "stage alone": ((*REPORT, "--stage", "0"), "--stage needs --pp"),
+    "no such stage": (
+        (*REPORT, "--pp", "2", "--stage", "2"),
+        "stage 2 of pp_size 2 with 93 layers",
+    ),
+    "stage -1": ((*REPORT, "--pp", "2", "--stage", "-1"), "stages go from 0 to pp_size - 1"),
+    "pp 0": ((*REPORT, "--pp", "0", "--stage", "0"), "stage 0 of pp_size 0"),
+    "many stages": (
+        (*REPORT, "--layers", "2", "--pp", "3", "--stage", "0"),
+        "stage 0 of pp_size 3 with 2 layers",
+    ),
     "no layers": ((*REPORT, "--layers", "0"), "--layers must be at least 1, got 0"),
     "negative tokens": ((*REPORT, "--tokens", "-3"), "--tokens must be at least 1"),
     "wrong path": (("report", "--model", "no/such.json"), "there is no file 'no/such.json'"),

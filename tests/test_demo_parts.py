@@ -40,14 +40,24 @@ def test_known_figures_by_kind_at_every_size(monkeypatch: pytest.MonkeyPatch) ->
     """The part of the demo on fake tensors, with fewer layers."""
     full = full_size.model_config("kimi-k3", None)
     monkeypatch.setattr(full_size, "model_config", lambda model, layers: full.with_layers(3))
-    reports = demo_command._full_width(demo_command.Console(quiet=True))
-    for tp, dense, shared in ((4, 1.015, 16.98), (8, 1.184, 19.81), (16, 1.269, 21.23)):
+    reports, moved = demo_command._full_width(demo_command.Console(quiet=True))
+    figures = {4: (1.015, 16.98, 6.60, 90.6), 8: (1.184, 19.81, 7.70, 105.7)}
+    figures[16] = (1.269, 21.23, 8.25, 113.2)
+    for tp, (dense, shared, routed, f_a) in figures.items():
         kinds = {k.name: k for k in full_size.kinds(reports[tp])}
         mlp = kinds["layers.*.mlp"]
         assert round(mlp.saved / 2**30, 3) == dense and round(mlp.whole / 2**30, 3) == 1.354
         experts = kinds["layers.*.block_sparse_moe.shared_experts"]
         assert experts.sites == 2
         assert round(experts.saved / experts.sites * 92 / 2**30, 2) == shared
+        both = [k for name, k in kinds.items() if "routed_expert" in name]
+        saved = sum(k.saved / k.sites * 92 for k in both) / 2**30
+        assert len(both) == 2 and saved == pytest.approx(routed, abs=0.005)
+        latent = kinds["layers.*.self_attn.f_a_proj"]
+        assert round(latent.saved / latent.sites * 69 / 2**20, 1) == f_a
+        before, after = moved[tp]
+        assert sum(after.count.values()) > sum(before.count.values())
+        assert sum(after.sent.values()) > sum(before.sent.values()) > 0
 
 
 def test_ranks_are_merged_for_each_count() -> None:
@@ -86,7 +96,7 @@ def test_verify_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 _DEMO = """
 import sys
 from sp_passes.cli import demo, main
-demo._full_width = lambda out: {}
+demo._full_width = lambda out: ({}, {})
 sys.argv = ["sp-passes", "demo"]
 main.main()
 """

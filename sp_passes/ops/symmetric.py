@@ -6,6 +6,7 @@ call so far: it grows outside CUDA graph capture (every rank makes the same call
 grow together) and :func:`reserve` sizes it ahead of a capture. Buffers that captured graphs
 may use stay allocated.
 
+Calls of one group must come in one order on every rank, on one stream or ordered by events.
 Reuse is safe without a second half: each call opens with a barrier of the group on the side
 stream, which runs behind everything that read the buffer before. That also holds where a
 parity fixed at capture would not, in a graph with an odd number of calls that is replayed
