@@ -20,6 +20,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from sp_passes.graph.collectives import Collective, collectives, foreign, read_collective, reduction
+from sp_passes.graph.moves import has_rows_of
 from sp_passes.graph.values import args, copy_origin, fake_mode, is_tensor, set_value, shape
 from sp_passes.policy import Hardware
 from sp_passes.site import Context, Site
@@ -90,8 +91,10 @@ def _is_row_wise(ctx: Context, node: fx.Node, reached: set[fx.Node]) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not is_tensor(node) or node in ctx.linears:
         return False
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
     others = [n for n in node.all_input_nodes if n not in reached and is_tensor(n)]
-    whole = all(ctx.state(n).is_replicate for n in others)
+    whole = all(ctx.state(n).is_replicate and not has_rows_of(n, node) for n in others)
     return whole and ctx.state(node).placement == S0
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 
 from sp_passes.graph import params
 from sp_passes.graph.collectives import Collective, collectives, foreign
+from sp_passes.graph.moves import has_rows_of
 from sp_passes.graph.values import (
     copy_origin,
     dtype,
@@ -112,6 +113,9 @@ def _is_row_wise(op: Op, node: fx.Node) -> bool:
         return False
     if target not in NO_ROW_COUNT and torch.Tag.pointwise not in tags:
         return False
+    whole = [n for n in node.all_input_nodes if is_tensor(n) and op.state(n) != shard(0)]
+    if any(has_rows_of(n, node) for n in whole):
+        return False  # a constant, or one row repeated, made for the rows of all ranks
     op.node = node
     try:
         return entry_of(target).rule(op) == shard(0)

@@ -27,10 +27,9 @@ from torch import fx
 from sp_passes.errors import PlacementError
 from sp_passes.graph.boundaries import BATCHED, Boundary, boundaries, is_cut
 from sp_passes.graph.collectives import op_name
-from sp_passes.graph.own_rows import Emitter, NotLocal, Rows, find_rows, is_trim
+from sp_passes.graph.own_rows import Emitter, NoOwnRows, Rows, find_rows, is_trim
 from sp_passes.graph.values import args, dtype, fake_mode, set_value, shape, static, value
 from sp_passes.ops.p2p import local_rows
-from sp_passes.placement.sizes import equal
 from sp_passes.site import Context, Site
 
 ORDER = 20
@@ -90,7 +89,7 @@ def find(ctx: Context) -> Iterator[Site]:
 def _find_rows(ctx: Context, shared: Shared, node: fx.Node, x: fx.Node) -> None:
     try:
         rows = find_rows(x, ctx.states, ctx.tp_size)
-    except NotLocal as why:
+    except NoOwnRows as why:
         shared.why[node] = str(why)
         return
     if rows.boundaries or not is_cut(node):
@@ -244,10 +243,12 @@ def _resend(ctx: Context, boundary: Boundary, rows: fx.Node) -> None:
     with ctx.graph.inserting_before(boundary.node):
         new = ctx.emit(ops.pp_send.default, (rows, *where), boundary.node, **options)
     if boundary.result is not boundary.node:
-        _replace(ctx, boundary.result, new)  # pp_send returns when the data is on its way
+        _replace(
+            ctx, boundary.result, new, token=True
+        )  # pp_send returns when the data is on its way
         _erase_unused(ctx.graph, [boundary.node])
     else:
-        _replace(ctx, boundary.node, new)
+        _replace(ctx, boundary.node, new, token=True)
 
 
 def _receive(ctx: Context, boundary: Boundary) -> fx.Node:
@@ -281,10 +282,9 @@ def _local_size(ctx: Context, count: object) -> object:
     return set_value(less, mode)
 
 
-def _replace(ctx: Context, old: fx.Node, new: fx.Node) -> None:
+def _replace(ctx: Context, old: fx.Node, new: fx.Node, token: bool = False) -> None:
     sources = old.all_input_nodes
-    assert all(map(equal, shape(old), shape(new))), (old, new)
-    ctx.replace(old, new)
+    ctx.replace(old, new, token)
     ctx.graph.erase_node(old)
     _erase_unused(ctx.graph, sources)
 

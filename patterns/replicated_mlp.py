@@ -26,8 +26,10 @@ from sp_passes.graph import params
 from sp_passes.graph.cut import Cut
 from sp_passes.graph.linears import Linear
 from sp_passes.graph.region import NotLocal, Region, find_region
-from sp_passes.graph.values import copy_origin, dtype, fake_mode, same_shape, set_value, shape
+from sp_passes.graph.values import dtype, same_shape, shape
 from sp_passes.layout import ShardLayout
+from sp_passes.placement import RuleError, shard
+from sp_passes.placement.rules_pointwise import Operand, broadcast
 from sp_passes.site import Context, Site
 
 ORDER = 10
@@ -126,6 +128,7 @@ def check(ctx: Context, site: Site) -> str | None:
         _escape(ctx, region),
         _dtypes(match),
         _biases(match),
+        _added(ctx, match.second),
         _inputs(ctx, match, region),
     ):
         if why is not None:
@@ -141,6 +144,7 @@ def check(ctx: Context, site: Site) -> str | None:
                 f"not divisible: segment {layout.indivisible(tp_size)} of {params.fqn(weight)} "
                 f"by tp_size {tp_size}"
             )
+    site.proven = _replicated_weights(ctx, site)
     match.sources = list(dict.fromkeys(f.x for f in match.firsts))
     site.moved = (*match.sources, *_rows(match), match.second.node)
     site.collectives_added = {
@@ -201,6 +205,25 @@ def _biases(match: Match) -> str | None:
     return None
 
 
+def _added(ctx: Context, second: Linear) -> str | None:
+    """What the second linear adds must fit the rows that the reduce-scatter leaves."""
+    bias, addend = second.bias, second.addend
+    if bias is not None and not ctx.state(bias).is_replicate:
+        return f"bias: {params.fqn(bias)} is {ctx.state(bias)}, needs Replicate()"
+    if addend is None:
+        return None
+    state = ctx.state(addend)
+    if state.placement is None or state.is_partial:
+        return f"addend: {addend.name} is {state}, needs {S0}"
+    product = Operand(second.node.name, shape(second.node), shard(0))
+    rows = Operand(addend.name, shape(addend), state, addend)
+    try:
+        broadcast([product, rows], product.shape)
+    except RuleError as error:
+        return f"addend: {error}"
+    return None
+
+
 def _layouts(match: Match) -> dict[fx.Node, ShardLayout]:
     assert match.cut is not None
     out: dict[fx.Node, ShardLayout] = {}
@@ -243,6 +266,32 @@ def _inputs(ctx: Context, match: Match, region: Region) -> str | None:
     return None
 
 
+def _replicated_weights(ctx: Context, site: Site) -> tuple[fx.Node, ...]:
+    """Weights behind the replicated inputs, which the rewrite mixes with other ranks' values."""
+    match: Match = site.match
+    assert match.region is not None
+    inputs = [*match.region.vectors, *match.region.scalars, *_rows(match), match.second.bias]
+    todo = [node for node in inputs if node is not None]
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or not _is_replicate(ctx, node):
+            continue
+        seen.add(node)
+        if params.is_weight(node):
+            found.add(node)
+        elif node.op == "call_function":
+            todo.extend(node.all_input_nodes)
+    return tuple(sorted(found - site.shards.keys(), key=lambda n: n.meta["sp_index"]))
+
+
+def _is_replicate(ctx: Context, node: fx.Node) -> bool:
+    state = ctx.states[node]
+    states = state if isinstance(state, tuple) else (state,)
+    return all(s.is_replicate for s in states)
+
+
 # --- rewrite ----------------------------------------------------------------------------
 
 
@@ -256,24 +305,19 @@ def rewrite(ctx: Context, site: Site) -> None:
         for source in match.sources:
             made |= _gather_products(ctx, site, [f for f in match.firsts if f.x is source])
         for node in _rows(match):
-            made[node] = _emit(ctx, ops.all_gather.default, (ctx.now(node), *_group(ctx)), node)
+            made[node] = ctx.emit(ops.all_gather.default, (ctx.now(node), *ctx.group), node)
         for node in match.region.vectors:
             layout = match.cut.layout(node, match.cut.dim(node))
-            args = (ctx.now(node), str(layout), *_group(ctx))
-            made[node] = _emit(ctx, ops.local_shard.default, args, node)
+            args = (ctx.now(node), str(layout), *ctx.group)
+            made[node] = ctx.emit(ops.local_shard.default, args, node)
         local = match.cut.rebuild(graph, made, ctx.now)
         layout = site.shards[second.weight]
         added = _added_once(ctx, second)
-        result = _emit(
-            ctx,
-            ops.gemm_rs.default,
-            (local, second.weight, added, str(layout), ctx.ready, *_group(ctx)),
-            second.node,
-            kernel=True,
-        )
+        given = (local, second.weight, added, str(layout), ctx.ready, *ctx.group)
+        result = ctx.emit(ops.gemm_rs.default, given, second.node)
         if second.addend is not None and added is None:
             addend = ctx.now(second.addend)
-            result = _emit(ctx, torch.ops.aten.add.Tensor, (result, addend), second.node)
+            result = ctx.emit(torch.ops.aten.add.Tensor, (result, addend), second.node)
     ctx.replace(second.node, result)
 
 
@@ -294,20 +338,7 @@ def _gather_products(ctx: Context, site: Site, firsts: list[Linear]) -> dict[fx.
         [f.bias for f in firsts],
         [str(site.shards[f.weight]) for f in firsts],
         ctx.ready,
-        *_group(ctx),
+        *ctx.group,
     )
-    call = _emit(ctx, ops.ag_gemm.default, args, firsts[0].node, kernel=True)
-    return {f.node: _emit(ctx, operator.getitem, (call, i), f.node) for i, f in enumerate(firsts)}
-
-
-def _group(ctx: Context) -> tuple[str, int]:
-    return ctx.config.group_name, ctx.tp_size
-
-
-def _emit(
-    ctx: Context, target: object, args: tuple[object, ...], origin: fx.Node, kernel: bool = False
-) -> fx.Node:
-    extra = {"kernel": ctx.config.kernels} if kernel and ctx.config.kernels != "auto" else {}
-    node = ctx.graph.call_function(target, args, extra)  # type: ignore[arg-type]
-    copy_origin(node, origin)
-    return set_value(node, fake_mode(ctx.graph))
+    call = ctx.emit(ops.ag_gemm.default, args, firsts[0].node)
+    return {f.node: ctx.emit(operator.getitem, (call, i), f.node) for i, f in enumerate(firsts)}

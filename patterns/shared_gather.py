@@ -32,6 +32,10 @@ KINDS: dict[Any, str] = {
     ops.token_to_feature.default: "all_to_all",
 }
 
+FIRST_OPTION = 7
+OPTIONS: dict[str, Any] = {"kernel": "auto", "gathered": False, "barrier": False}
+"""What may follow the arguments of ``ag_gemm``, and what it is when left out."""
+
 
 @dataclass
 class Match:
@@ -77,8 +81,10 @@ def check(ctx: Context, site: Site) -> str | None:
     """Calls stay apart that ask for different kernels, or wait for what comes later."""
     match: Match = site.match
     fused = match.of(ops.ag_gemm.default)
-    if len({call.kwargs.get("kernel", "auto") for call in fused}) > 1:
+    if len({_option(call, "kernel") for call in fused}) > 1:
         return "kernels differ: the calls ask for different kernels"
+    if len({args(call)[4] for call in fused} - {None}) > 1:
+        return "shards: the calls wait for different ones"
     first = match.calls[0].meta["sp_index"]
     for node in (n for call in match.calls[1:] for n in call.all_input_nodes):
         if node.meta["sp_index"] > first:
@@ -119,19 +125,26 @@ def _merge(
         for whole, part in zip(lists, args(call)[1:4], strict=True):
             whole.extend(part)
         indices[call] = list(range(start, len(lists[0])))
-    wanted = [call for call in match.calls if call not in indices or _gathered(call)]
+    wanted = [c for c in match.calls if c not in indices or _option(c, "gathered")]
     for call in wanted:
         indices.setdefault(call, []).append(len(lists[0]))
     ready = next((args(call)[4] for call in fused if args(call)[4] is not None), None)
     given = (match.x, *lists, ready, *_group(fused[0]))
-    options = {**fused[0].kwargs, **({"gathered": True} if wanted else {})}
-    return ctx.emit(ops.ag_gemm.default, given, fused[0], **options), indices
+    options = {
+        "kernel": _option(fused[0], "kernel"),
+        "gathered": bool(wanted),
+        "barrier": any(_option(call, "barrier") for call in fused),
+    }
+    call = ctx.emit(ops.ag_gemm.default, given, fused[0], **options)
+    call.kwargs = {k: v for k, v in options.items() if v != OPTIONS[k]}
+    return call, indices
 
 
-def _gathered(call: fx.Node) -> bool:
-    """Whether an ``ag_gemm`` returns the gathered rows as well."""
+def _option(call: fx.Node, name: str) -> Any:
+    """An option of ``ag_gemm``, given by name, by position or not at all."""
+    position = FIRST_OPTION + list(OPTIONS).index(name)
     given = args(call)
-    return bool(given[8] if len(given) > 8 else call.kwargs.get("gathered", False))
+    return given[position] if len(given) > position else call.kwargs.get(name, OPTIONS[name])
 
 
 def _hand_out(ctx: Context, call: fx.Node, merged: fx.Node, indices: list[int]) -> None:

@@ -90,6 +90,12 @@ def static_inputs() -> list[int] | None:
     return None if found is None else list(found)
 
 
+def is_training() -> bool:
+    """Whether the graph that is being compiled keeps values for a backward pass."""
+    context = _get("torch._guards", "TracingContext").try_get()
+    return bool(getattr(getattr(context, "fw_metadata", None), "traced_tangents", None))
+
+
 def input_position(placeholder: Any, position: int) -> int:
     """Which of AOTAutograd's flat inputs a placeholder of an Inductor graph is."""
     return getattr(placeholder.meta.get("desc"), "idx", position)

@@ -13,9 +13,10 @@ from torch import fx, nn
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from . import passes, stages, store, weights
+from . import passes, residents, stages, store, weights
 from .backend import TOKENS, Backend
 from .config import SPConfig
+from .declare import declared_placement
 from .errors import SPError
 from .graph import boundaries, params
 from .placement import input_states
@@ -62,7 +63,7 @@ def rewrite(
         if backup is not None:
             graph_module.graph = backup
         raise
-    weights.compiled(report.plan, str(report).partition("\n")[0])
+    residents.compiled(report.plan, str(report).partition("\n")[0])
     graph_module.recompile()
     return report
 
@@ -104,7 +105,8 @@ def compile(
         raise SPError("compile has its own backend; use torch.compile for another one")
     _known_names(module, placements)
     rows = tuple(sorted((placements or {}).items()))
-    return CompiledModule(module, Backend(config, tokens, rows), torch_compile_kwargs)
+    backend = Backend(config, tokens, rows, _declared(module))
+    return CompiledModule(module, backend, torch_compile_kwargs)
 
 
 class CompiledModule(nn.Module):
@@ -124,16 +126,18 @@ class CompiledModule(nn.Module):
         self._staged = bool(config.stage_inputs or config.stage_outputs)
         run = stages.staged(module, config) if self._staged else module
         self._run = torch.compile(run, backend=backend, **kwargs)
-        self._plans: dict[str, dict[str, str]] = {}
+        self._started: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+        self._kept: set[str] = set()
         self.report = None
-        weights.remember_names(module)
+        weights.introduce(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_gradients(args, kwargs)
-        seen = len(self._plans)
-        with torch.no_grad(), weights.watching(self._watch), _own_errors():
+        starts: list[Start] = []
+        note = lambda *start: starts.append(start)  # noqa: E731
+        with torch.no_grad(), residents.watching(note), _own_errors():
             out = self._call(args, kwargs)
-        if self.report is None or len(self._plans) != seen:
+        if self._note(starts) or self.report is None:
             self.report = self._build_report()
             weights.guard_module(self._orig_mod)
         return out
@@ -148,20 +152,29 @@ class CompiledModule(nn.Module):
         stages.require("stage_outputs", config.stage_outputs, out)
         return out
 
-    def _watch(self, plan: str, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        known = self._plans.setdefault(plan, {})
-        if tensors and not known:
-            known.update(zip(names, map(weights.name_of, tensors), strict=True))
+    def _note(self, starts: list[Start]) -> bool:
+        """Remember which graphs ran for which weights; True if one is new."""
+        before = len(self._started)
+        for plan, tensors, names in starts:
+            own = tuple(map(residents.name_of, tensors))
+            if (plan, own) not in self._started:
+                self._started[plan, own] = dict(zip(names, own, strict=False))
+                self._kept |= {
+                    n for t, n in zip(tensors, own, strict=True) if not residents.is_released(t)
+                }
+        return len(self._started) != before
 
     def _build_report(self) -> Report:
-        tp_size = self._backend.config.tp_size
-        assert tp_size is not None
+        config = self._backend.config
+        assert config.tp_size is not None
+        with_weights = {plan for plan, own in self._started if own}
         found = []
-        for plan, names in self._plans.items():
+        for (plan, own), names in self._started.items():
             report = store.find(plan)
-            if report is not None:
-                found.append(report.renamed(names))
-        report = merge(found) or Report(tp_size, nearest="no linear layer was compiled")
+            if report is not None and (own or plan not in with_weights):
+                kept = self._kept if config.release_weights else set()
+                found.append(report.renamed(names, kept))
+        report = merge(found) or Report(config.tp_size, nearest="no linear layer was compiled")
         report.model = type(self._orig_mod).__name__
         return report
 
@@ -170,6 +183,9 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("_orig_mod"), name)
+
+
+Start = tuple[str, Sequence[torch.Tensor], Sequence[str]]
 
 
 @contextmanager
@@ -196,6 +212,13 @@ def _refuse_gradients(args: Any, kwargs: Any) -> None:
             "an input requires grad, but sp_passes is for inference: detach it or call under "
             "torch.no_grad()"
         )
+
+
+def _declared(module: nn.Module) -> tuple[tuple[str, Placement], ...]:
+    """What the module says of its weights, by name."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found = ((name, declared_placement(tensor)) for name, tensor in named)
+    return tuple((name, placement) for name, placement in found if placement is not None)
 
 
 def _known_names(module: nn.Module, placements: Mapping[str, Placement] | None) -> None:

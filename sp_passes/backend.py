@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from . import _private, passes, store, weights
+from . import _private, passes, residents, store
 from .config import SPConfig
 from .declare import declared_placement
 from .errors import SPError
 from .graph import params
+from .graph.linears import registrations
 from .placement import input_states
+from .placement.registry import declarations
 from .report import Report
 
 log = logging.getLogger("sp_passes")
@@ -35,7 +37,7 @@ class Input:
         name: FQN of a weight, argument name of an activation.
         weight: it is a parameter or buffer.
         placement: what its module or the caller declared, if anything.
-        use: how graphs compiled before use the weight (``weights.use_of``).
+        use: how graphs compiled before use the weight (``residents.use_of``).
     """
 
     name: str
@@ -60,7 +62,9 @@ class SequenceParallelPass(_private.CustomGraphPass):
 
     Attributes:
         reports: one report for each graph that was compiled, oldest first.
-        read_whole: positions of the last graph's inputs that it reads as whole weights.
+
+    Graphs that keep values for a backward pass are left alone, with a warning. ``after`` is a
+    ``CustomGraphPass`` too: without a uuid Inductor could not cache.
     """
 
     def __init__(
@@ -74,50 +78,47 @@ class SequenceParallelPass(_private.CustomGraphPass):
             raise SPError(f"SequenceParallelPass needs an SPConfig, found {type(config).__name__}")
         if tokens not in TOKENS:
             raise SPError(f"tokens={tokens!r} is unknown; use 'sharded' or 'replicated'")
+        if after is not None and not isinstance(after, _private.CustomGraphPass):
+            raise SPError(
+                f"the other custom pass, {after!r}, has no uuid() for Inductor's caches; make it a "
+                "torch._inductor.custom_graph_pass.CustomGraphPass"
+            )
         self.config = config
         self.tokens = tokens
         self.inputs = tuple(inputs) if inputs is not None else None
         self.after = after
         self.reports: list[Report] = []
-        self.read_whole: list[int] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.after is not None:
             self.after(graph)
+        if _private.is_training():
+            log.warning("sp_passes leaves a graph with a backward pass alone: inference only")
+            return
         placed = self._mark_inputs(graph)
         states = {**input_states(graph, None, self.tokens), **input_states_of(placed)}
         report = passes.run(graph, self.config, states)
         self.reports.append(report)
-        self.read_whole = self._whole_inputs(graph)
         store.save(report)
-        weights.compiled(report.plan, _summary(self.config, report))
+        residents.compiled(report.plan, _summary(self.config, report))
         _log(report)
-
-    def _whole_inputs(self, graph: fx.Graph) -> list[int]:
-        """Positions of the weights that something else than our ops reads."""
-        prepared = {
-            weight
-            for node in graph.find_nodes(
-                op="call_function", target=torch.ops.sp_passes.prepare.default
-            )
-            for weight in node.all_input_nodes
-        }
-        return [
-            _private.input_position(node, at)
-            for at, node in enumerate(graph.find_nodes(op="placeholder"))
-            if params.is_weight(node) and node.users and node not in prepared
-        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelPass:
         """Itself: Inductor copies its whole config, and a process group cannot be copied."""
         return self
 
     def uuid(self) -> Any:
-        """Key of Inductor's caches: all that decides the rewrite, no rank, no names."""
+        """Key of Inductor's caches: all that decides the rewrite, and no names.
+
+        None, which means not to cache, when the pass before this one says so.
+        """
+        first = None if self.after is None else self.after.uuid()
+        if self.after is not None and first is None:
+            return None
         rows = [(i.weight, str(i.placement), i.use) for i in self.inputs or ()]
-        text = repr([self.config.digest(), self.tokens, self.inputs is None, rows])
-        first = self.after.uuid() if self.after is not None else None
-        return [hashlib.sha256(text.encode()).hexdigest(), first]
+        known = [*declarations(), *registrations()]
+        own = [self.config.digest(), self.config.tp_rank, self.tokens, self.inputs is None]
+        return [hashlib.sha256(repr([own, rows, known]).encode()).hexdigest(), first]
 
     def _mark_inputs(self, graph: fx.Graph) -> dict[fx.Node, Placement]:
         """Mark the weights; returns the activations whose placement is known."""
@@ -178,12 +179,14 @@ class Backend:
     """Inductor with the pass added for this graph only; no global state is changed.
 
     Two equal backends share compiled graphs, so a second layer of the same shape compiles
-    nothing.
+    nothing. ``declared`` is what the module says of its weights, by name: modules that say
+    different things share none.
     """
 
     config: SPConfig
     tokens: str = "sharded"
     placements: tuple[tuple[str, Placement], ...] = ()
+    declared: tuple[tuple[str, Placement], ...] = ()
 
     def __call__(
         self,
@@ -197,13 +200,10 @@ class Backend:
         before = patches.get(
             "post_grad_custom_post_pass", _private.inductor_config().post_grad_custom_post_pass
         )
-        rewrite = SequenceParallelPass(
-            self.config, self.tokens, self._inputs(gm, example_inputs), before
+        patches["post_grad_custom_post_pass"] = SequenceParallelPass(
+            self.config, self.tokens, self._inputs(gm, example_inputs), _other(before)
         )
-        patches["post_grad_custom_post_pass"] = rewrite
-        compiled = _private.compile_fx(gm, example_inputs, patches)
-        weights.read_whole([example_inputs[i] for i in rewrite.read_whole])
-        return compiled
+        return _private.compile_fx(gm, example_inputs, patches)
 
     def _refuse_training(self, example_inputs: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(
@@ -221,9 +221,14 @@ class Backend:
             name = params.fqn_of_source(_private.source_name(node))
             weight = _is_weight(node, value)
             declared = declared_placement(value) if isinstance(value, torch.Tensor) else None
-            use = weights.use_of(value) if weight else None
+            use = residents.use_of(value) if weight else None
             out.append(Input(name, weight, given.get(name, declared), use))
         return out
+
+
+def _other(found: Any) -> Any:
+    """A custom pass of the user's; not ours, set for all graphs, which would run twice."""
+    return found.after if isinstance(found, SequenceParallelPass) else found
 
 
 def _is_weight(node: fx.Node, value: Any) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -223,7 +223,10 @@ class SPConfig:
 
     def digest(self) -> str:
         """Hash of all that decides how a graph is rewritten; the same on every rank."""
-        parts = {**self.to_dict(), "group": self.group_name}
+        from .policy import hardware
+
+        parts: dict[str, Any] = {**self.to_dict(), "group": self.group_name}
+        parts["hardware"] = [self.hardware, asdict(hardware(self.hardware))]
         del parts["tp_rank"]
         text = json.dumps([code_digest(), torch.__version__, parts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -87,10 +87,12 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
     _enforce_strict(config, graph, sites)
     _refuse_stray_reads(graph, sites)
     counted: set[fx.Node] = set()
-    report.decisions = [_decision(site, config.tp_size, counted) for site in sites]
+    report.decisions = [_decision(site, config, counted) for site in sites]
     report.nearest = "" if sites else _nearest(graph)
     report.plan = _plan(config, sites)
+    graph.eliminate_dead_code(lambda node: node is ready or node.is_impure())
     _finish_prepare(graph, config, ready, sites, report.plan)
+    _refuse_leftover_reads(graph, ready)
     boundaries.order(graph)
     graph.eliminate_dead_code()
     with _stage(report, "barriers"):
@@ -229,17 +231,19 @@ def _users(weight: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _decision(site: Site, tp_size: int, counted: set[fx.Node]) -> Decision:
+def _decision(site: Site, config: SPConfig, counted: set[fx.Node]) -> Decision:
     """The report's row; a weight's bytes count for the first site that shards it."""
     applied = site.reason is None
     weights = (applied and site.shards) or site.weights
+    freed = applied and config.release_weights
+    assert config.tp_size is not None
     return Decision(
         pattern=site.pattern,
         name=site.name,
         applied=applied,
         reason=site.reason or "",
         weights=tuple(params.fqn(w) for w in weights if params.is_weight(w)),
-        bytes_saved_per_rank=site.bytes_saved(tp_size, counted) if applied else 0,
+        bytes_saved_per_rank=site.bytes_saved(config.tp_size, counted) if freed else 0,
         collectives_added=site.collectives_added if applied else {},
         collectives_removed=site.collectives_removed if applied else {},
         fused=site.fused if applied else {},
@@ -316,25 +320,52 @@ def _finish_prepare(
 ) -> None:
     """One ``prepare`` for all weights of the graph, before everything that uses them.
 
-    Where nothing is rewritten another rank may think otherwise: then ``agree`` compares.
+    Where nothing is sharded another rank may think otherwise: then ``agree`` compares. Both
+    say which weights the graph reads whole, so that no other graph frees them.
     """
-    shards = {w: cut for site in sites if site.reason is None for w, cut in site.shards.items()}
+    chosen = [site for site in sites if site.reason is None]
+    shards = {w: cut for site in chosen for w, cut in site.shards.items()}
+    proven = [w for w in dict.fromkeys(w for s in chosen for w in s.proven) if w not in shards]
+    whole = [] if config.group is None else _read_whole(graph, {*shards, *proven})
     where = (config.group_name, config.tp_size)
+    for weight in (*shards, *proven, *whole):
+        if weight.op == "get_attr":
+            ready.prepend(weight)
     if shards:
-        for weight in shards:
-            if weight.op == "get_attr":
-                ready.prepend(weight)
-        texts, names = [str(cut) for cut in shards.values()], [params.fqn(w) for w in shards]
+        texts = [str(cut) for cut in shards.values()]
+        names = [params.fqn(w) for w in (*shards, *proven)]
+        extra: dict[str, Any] = {k: v for k, v in (("proven", proven), ("whole", whole)) if v}
         ready.args = (list(shards), texts, names, plan, config.release_weights, *where)
+        ready.kwargs = extra
         set_value(ready, fake_mode(graph))
         return
     for user in list(ready.users):
         user.replace_input_with(ready, None)  # type: ignore[arg-type]
-    if config.group is not None and (sites or linears(graph)):
+    if config.group is not None and (sites or whole):
         with graph.inserting_before(ready):
             node = graph.call_function(torch.ops.sp_passes.agree.default, ([], plan, *where))
+        if whole:
+            node.kwargs = {"whole": whole}
         node.meta["val"] = None
     graph.erase_node(ready)
+
+
+def _read_whole(graph: fx.Graph, ours: set[fx.Node]) -> list[fx.Node]:
+    """Weights that the graph reads, other than those it shards or proves."""
+    return [w for w in params.weights(graph) if w.users and w not in ours]
+
+
+def _refuse_leftover_reads(graph: fx.Graph, ready: fx.Node) -> None:
+    """Nothing but our ops may use a weight that ``prepare`` is about to free."""
+    if ready._erased:
+        return
+    for weight in ready.args[0]:  # type: ignore[union-attr]
+        for user in weight.users:  # type: ignore[union-attr]
+            if getattr(user.target, "namespace", "") != "sp_passes":
+                raise PlacementError(
+                    f"after the rewrite {user.name} still reads {params.fqn(weight)}, which is "  # type: ignore[arg-type]
+                    f"sharded; {_BUG}"
+                )
 
 
 def _verify(graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States) -> None:

@@ -124,6 +124,22 @@ def agree(plan: str, count: int, summary: str, pg: Any) -> None:
     )
 
 
+def all_well(problem: Exception | None, pg: Any) -> None:
+    """Raise on every rank when one of them has a problem, so that none waits for it.
+
+    Raises:
+        SPError: this rank's own problem, or that another rank has one.
+    """
+    rows = _exchange(torch.tensor([problem is not None], dtype=torch.int64), pg, "report problems")
+    if problem is not None:
+        raise problem
+    bad = [rank for rank, row in enumerate(rows) if row[0]]
+    if bad:
+        raise SPError(
+            f"rank {', '.join(map(str, bad))} refused; nothing was changed, see its own error"
+        )
+
+
 def prove(weights: Sequence[torch.Tensor], names: Sequence[str], pg: Any) -> None:
     """Raise on every rank unless all ranks hold bit-identical ``weights``.
 

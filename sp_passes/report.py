@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,15 +162,25 @@ class Report:
             from_cache=from_cache,
         )
 
-    def renamed(self, names: Mapping[str, str]) -> Report:
-        """The same report for another module: weights' names mapped by ``names``."""
+    def renamed(self, names: Mapping[str, str], kept: Collection[str] = ()) -> Report:
+        """The same report for another module.
+
+        Args:
+            names: its weights' names by the ones in this report.
+            kept: weights of its that could not be freed; what holds them saves nothing.
+        """
         from .graph.params import common_name
 
         out = []
         for d in self.decisions:
             weights = tuple(names.get(w, w) for w in d.weights)
-            name = common_name(list(weights)) if weights != d.weights else d.name
-            out.append(replace(d, weights=weights, name=name))
+            if weights != d.weights:
+                d = replace(d, weights=weights, name=common_name(list(weights)))
+            stuck = [w for w in weights if w in kept]
+            if d.applied and d.bytes_saved_per_rank and stuck:
+                why = f"{stuck[0]} is used elsewhere and stays allocated"
+                d = replace(d, bytes_saved_per_rank=0, detail=why)
+            out.append(d)
         return replace(self, decisions=out)
 
     def __str__(self) -> str:

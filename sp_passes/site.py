@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from torch import fx
 
 from .config import SPConfig
+from .errors import PlacementError
 from .graph import params
 from .graph.linears import Linear
-from .graph.values import copy_origin, fake_mode, nbytes, set_value
+from .graph.values import copy_origin, differ, dtype, fake_mode, nbytes, set_value, shape
 from .layout import ShardLayout
 from .ops.kernels import has_kernel
 from .placement import State
@@ -27,6 +28,8 @@ class Site:
         nodes: the results that the rewrite replaces; no two applied sites share one.
         match: what the pattern found, for its own ``check`` and ``rewrite``.
         shards: the weights that the rewrite shards and how, once it is known.
+        proven: weights that the rewrite takes for replicated without sharding them; the
+            ranks compare them too.
         reason: why the site is skipped, or None.
         collectives_added, collectives_removed: by kind.
         fused: collectives that stay, but run inside the op of a product, by kind.
@@ -49,6 +52,7 @@ class Site:
     match: Any
     weights: tuple[fx.Node, ...]
     shards: dict[fx.Node, ShardLayout] = field(default_factory=dict)
+    proven: tuple[fx.Node, ...] = ()
     reason: str | None = None
     collectives_added: dict[str, int] = field(default_factory=dict)
     collectives_removed: dict[str, int] = field(default_factory=dict)
@@ -97,8 +101,20 @@ class Context:
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     owners: dict[fx.Node, Site] = field(default_factory=dict)
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Give every user of ``old`` the value ``new``."""
+    def replace(self, old: fx.Node, new: fx.Node, token: bool = False) -> None:
+        """Give every user of ``old`` the value ``new``, of the same shape and dtype.
+
+        Args:
+            token: the value only says that something has happened.
+
+        Raises:
+            PlacementError: they differ; a fault of the pattern.
+        """
+        if not token and (differ(old, new) or dtype(old) != dtype(new)):
+            raise PlacementError(
+                f"{old.name} of shape {list(shape(old))}, {dtype(old)} cannot be replaced by "
+                f"{new.name} of shape {list(shape(new))}, {dtype(new)}: a fault of the pattern"
+            )
         old.replace_all_uses_with(new)
         self.replaced[old] = new
 

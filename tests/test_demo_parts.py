@@ -58,6 +58,10 @@ def test_known_figures_by_kind_at_every_size(monkeypatch: pytest.MonkeyPatch) ->
         before, after = moved[tp]
         assert sum(after.count.values()) > sum(before.count.values())
         assert sum(after.sent.values()) > sum(before.sent.values()) > 0
+    found = demo_command._as_dict(reports, moved, [], [], wrong_design.refusal(4), 1.0)
+    tp8 = json.loads(json.dumps(found))["full_width"]["tp8"]
+    assert tp8["bytes_sent_per_step"]["after"] == sum(moved[8][1].sent.values())
+    assert tp8["kinds"] and all(kind["saved"] for kind in tp8["kinds"])
 
 
 def test_ranks_are_merged_for_each_count() -> None:

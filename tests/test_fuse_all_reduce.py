@@ -42,6 +42,21 @@ def reshaped(s: Any, x: Tensor) -> Tensor:
     return s.gather(norm(y.view(y.shape[0], 2, -1)).reshape(y.shape[0], -1))
 
 
+def with_constant(s: Any, x: Tensor) -> Tensor:
+    y = s.scatter(F.linear(F.linear(s.gather(x), s.q), s.o))
+    return s.gather(norm(y + torch.full(y.shape, 2.0)))
+
+
+def with_row(s: Any, x: Tensor) -> Tensor:
+    y = s.scatter(F.linear(F.linear(s.gather(x), s.q), s.o))
+    return s.gather(norm(y + s.norm.expand(y.shape)))
+
+
+def with_noise(s: Any, x: Tensor) -> Tensor:
+    y = s.scatter(F.linear(F.linear(s.gather(x), s.q), s.o))
+    return s.gather(y + torch.rand_like(y))
+
+
 def with_residual(s: Any, x: Tensor) -> Tensor:
     return s.gather(norm(x + s.scatter(F.linear(F.linear(s.gather(x), s.q), s.o))))
 
@@ -55,6 +70,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], bool]] = {
     "normed": (normed, True),
     "at once": (at_once, True),
     "reshaped": (reshaped, True),
+    "with a constant of own rows": (with_constant, False),
+    "with a row repeated for own rows": (with_row, False),
+    "with random numbers": (with_noise, False),
     "with residual": (with_residual, False),
     "kept sharded": (kept_sharded, False),
 }

@@ -11,12 +11,13 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from projections import H, Net, rms
+from projections import LATENT, H, Net, rms
 from torch import Tensor
 
 import sp_passes
 from sp_passes import SPConfig
 from sp_passes.graph.collectives import count, op_name
+from sp_passes.layout import LocalPart
 
 LATE = ("late_gather",)
 SHARED = ("latent_projection", "replicated_mlp", "shared_gather")
@@ -54,6 +55,12 @@ STAYS: dict[str, Any] = {
     "mixes rows": lambda s, x: s.gather(x).cumsum(0),
     "mean over rows": lambda s, x: s.gather(x).mean(0),
     "rows of a whole value": lambda s, x: s.gather(x) * torch.ones(12, 1).cumsum(0),
+    "a constant of all rows": lambda s, x: (lambda g: (g + torch.full((len(g), H), 2.0)).cumsum(0))(
+        s.gather(x)
+    ),
+    "a row repeated for all rows": lambda s, x: (
+        lambda g: (g + s.norm.expand(len(g), H)).cumsum(0)
+    )(s.gather(x)),
     "two results": lambda s, x: (lambda g: g.sin().cumsum(0) + g.cos().cumsum(0))(s.gather(x)),
     "wider": lambda s, x: s.gather(x).double().cumsum(0),
 }
@@ -67,11 +74,15 @@ def test_row_wise_work_moves_before_the_gather(name: str) -> None:
     same(gm, MOVED[name])
 
 
+@pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("name", STAYS)
-def test_the_gather_stays(name: str) -> None:
-    gm, report = rewritten(STAYS[name], LATE)
+def test_the_gather_stays(name: str, rows: int) -> None:
+    if name == "rows of a whole value" and rows != 3:
+        pytest.skip("written for 12 rows")
+    gm, report = rewritten(STAYS[name], LATE, rows=rows)
     assert report.decisions == []
-    assert gathered(gm) == [(torch.Size([12, H]), torch.float32)]
+    assert gathered(gm) == [(torch.Size([4 * rows, H]), torch.float32)]
+    same(gm, STAYS[name], rows)
 
 
 def test_the_smaller_dtype_is_gathered() -> None:
@@ -117,4 +128,77 @@ def test_projections_that_read_one_gather_share_what_replaces_it() -> None:
     fn = lambda s, x: (lambda g: F.linear(g, s.four) * F.linear(g, s.four2))(s.gather(x))  # noqa: E731
     gm, _ = rewritten(fn, SHARED)
     assert count(gm.graph) == {"all_to_all": 1, "reduce_scatter": 2, "all_gather": 2}
+    same(gm, fn)
+
+
+# --- calls that are spelled otherwise ------------------------------------------------------
+
+
+def ag_gemm(s: Any, x: Tensor, weight: Tensor, *options: Any) -> list[Tensor]:
+    """A call as a graph may hold it that was rewritten before, options by position."""
+    given = (x, [weight], [None], [str(LocalPart(0))], None, s.group, s.tp)
+    return torch.ops.sp_passes.ag_gemm(*given, *options)
+
+
+def merged_calls(fn: Any, kernels: str) -> tuple[Any, Any, list[Any]]:
+    gm = sp_passes.trace(Net(fn, "", 4), projections.tokens(0, 3))
+    report = sp_passes.rewrite(
+        gm, SPConfig(tp_size=4, patterns=("shared_gather",), kernels=kernels)
+    )
+    return gm, report, [n for n in gm.graph.nodes if op_name(n) == "sp_passes::ag_gemm"]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "unfused"])
+@pytest.mark.parametrize("given", [(), ("unfused",), ("unfused", True), ("auto", True)])
+def test_the_merged_call_keeps_the_options(kernels: str, given: tuple[Any, ...]) -> None:
+    def fn(s: Any, x: Tensor) -> Tensor:
+        one = ag_gemm(s, x, s.down, *given)
+        two = ag_gemm(s, x, s.odd, *given)
+        return [value.relu() for value in (*one, *two)]
+
+    gm, report, calls = merged_calls(fn, kernels)
+    assert len(report.applied) == 1 and len(calls) == 1, report
+    options = dict(zip(("kernel", "gathered"), given, strict=False))
+    assert calls[0].kwargs.get("kernel", "auto") == options.get("kernel", "auto")
+    assert calls[0].kwargs.get("gathered", False) == options.get("gathered", False)
+    items = {n.args[1]: n.meta["val"].shape[-1] for n in calls[0].users}
+    assert items == {0: LATENT, 1: 10, **({2: H} if options.get("gathered") else {})}
+
+
+def test_calls_of_different_kernels_stay_apart() -> None:
+    def fn(s: Any, x: Tensor) -> Tensor:
+        one, two = ag_gemm(s, x, s.four, "unfused"), ag_gemm(s, x, s.four2)
+        return one[0] + two[0]
+
+    _, report, calls = merged_calls(fn, "auto")
+    assert [d.reason.partition(":")[0] for d in report.decisions] == ["kernels differ"]
+    assert len(calls) == 2
+
+
+def test_calls_that_wait_for_different_shards_stay_apart() -> None:
+    """A graph that was rewritten twice has two nodes that make shards ready."""
+
+    def fn(s: Any, x: Tensor) -> Tensor:
+        layout = str(LocalPart(0))
+        ready = [torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.int8)]
+        one, two = (
+            torch.ops.sp_passes.ag_gemm(x, [w], [None], [layout], r, s.group, s.tp)
+            for w, r in zip((s.four, s.four2), ready, strict=True)
+        )
+        return one[0] + two[0]
+
+    _, report, calls = merged_calls(fn, "auto")
+    assert [d.reason.partition(":")[0] for d in report.decisions] == ["shards"]
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kernels", ["auto", "unfused"])
+def test_products_of_one_pass_merge_for_a_named_kernel(kernels: str) -> None:
+    def fn(s: Any, x: Tensor) -> Tensor:
+        return s.gather(x).cumsum(0) + s.gather(projections.mlp(s, x))
+
+    gm = sp_passes.trace(Net(fn, "", 4), projections.tokens(0, 3))
+    sp_passes.rewrite(gm, SPConfig(tp_size=4, patterns=SHARED, kernels=kernels))
+    (call,) = [n for n in gm.graph.nodes if op_name(n) == "sp_passes::ag_gemm"]
+    assert call.kwargs.get("kernel", "auto") == kernels and len(call.args) == 7
     same(gm, fn)

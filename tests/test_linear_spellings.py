@@ -8,8 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.source import ConstantSource
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import sp_passes
 from sp_passes.graph import params
@@ -106,3 +109,59 @@ def test_activation_times_activation_is_no_linear() -> None:
         torch.randn(4, 4), torch.randn(4, 4)
     )
     assert linears(gm.graph) == {}
+
+
+def graph_of(
+    target: object, x: torch.Tensor, w: torch.Tensor, view: object, *sizes: object
+) -> torch.fx.Graph:
+    """``target(x, view(w, *sizes))`` with ``w`` a weight, and values as the ops give them."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder("x"), graph.placeholder("w")]
+    params.mark(nodes[1], "w")
+    for node, value in zip(nodes, (x, w), strict=True):
+        node.meta["val"] = value
+    matrix = graph.call_function(view, (nodes[1], *sizes))  # type: ignore[arg-type]
+    matrix.meta["val"] = view(w, *sizes)  # type: ignore[operator]
+    call = graph.call_function(target, (nodes[0], matrix))  # type: ignore[arg-type]
+    call.meta["val"] = target(x, matrix.meta["val"])  # type: ignore[operator]
+    graph.output(call)
+    return graph
+
+
+@pytest.mark.parametrize("rows, batch, found", [((M,), 2, 0), ((1, M), 3, 0), ((2, M), 2, 1)])
+def test_a_matrix_repeated_for_a_batch(rows: tuple[int, ...], batch: int, found: int) -> None:
+    """``matmul([m, k], [2, k, n])`` is ``[2, m, n]``: no linear on the rows of its input."""
+    x, w = torch.randn(*rows, H), torch.randn(H, INNER)
+    sizes = (batch, H, INNER)
+    graph = graph_of(aten.matmul.default, x, w, aten.expand.default, sizes)
+    assert len(linears(graph)) == found
+
+
+@pytest.mark.parametrize("target", [aten.matmul.default, aten.linear.default])
+def test_a_single_row_without_a_row_dimension_is_no_linear(target: object) -> None:
+    x, w = torch.randn(H), torch.randn(H, H)
+    assert linears(graph_of(target, x, w, aten.permute.default, [1, 0])) == {}
+
+
+def test_sizes_are_compared_without_a_guard() -> None:
+    env = ShapeEnv(duck_shape=False)
+    dims = [DimDynamic.DYNAMIC] * 2
+    context = StatelessSymbolicContext(dynamic_sizes=dims, constraint_sizes=[None, None])
+    with FakeTensorMode(shape_env=env, allow_non_fake_inputs=True) as mode:
+        w, other = (
+            mode.from_tensor(
+                torch.randn(4, 6), symbolic_context=context, source=ConstantSource(name)
+            )
+            for name in ("w", "other")
+        )
+        graph = torch.fx.Graph()
+        nodes = [graph.placeholder(name) for name in ("x", "w")]
+        params.mark(nodes[1], "w")
+        matrix = graph.call_function(aten.reshape.default, (nodes[1], list(other.shape)))
+        call = graph.call_function(aten.mm.default, (nodes[0], matrix))
+        values = (torch.empty(3, other.shape[0]), w, other, torch.empty(3, other.shape[1]))
+        for node, value in zip((*nodes, matrix, call), values, strict=True):
+            node.meta["val"] = value
+        before = len(env.guards)
+        assert linears(graph) == {}
+        assert len(env.guards) == before

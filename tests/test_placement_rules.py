@@ -224,6 +224,32 @@ PRODUCTS: list[tuple[str, Callable[..., Any], list[tuple[Any, str]], str]] = [
      [((1, 2, M, 8), "S1[8]"), ((1, 2, M, 8), "R"), ((1, 2, M, 8), "R")], "! .*alike"),
 ]  # fmt: skip
 
+
+@pytest.mark.parametrize(
+    "size, given, expected",
+    [
+        ((2, 3, M, 8), "S0", "S0"),
+        ((2, 3, M, 8), "S1[12]", "S1[12]"),
+        ((3, M, 8), "S0", "S0"),
+        ((3, M, 8), "S1", "! .*heads"),
+        ((M, 8), "S0", "! .*heads"),
+        ((2, 2, 3, M, 8), "S1", "S1"),
+        ((2, 3, M, 8), "S3", "! .*heads"),
+    ],
+)
+def test_attention_of_fewer_dimensions(size: tuple[int, ...], given: str, expected: str) -> None:
+    """The last two are positions and features: neither may be sharded."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    target = torch.ops.aten.scaled_dot_product_attention.default
+    call = graph.call_function(target, tuple(nodes))
+    for node in (*nodes, call):
+        node.meta["val"] = torch.empty(size, device="meta")
+    graph.output(call)
+    found = show(propagate(graph, TP, dict.fromkeys(nodes, state(given)))[call])
+    assert found == expected or (expected[0] == "!" and re.match(expected, found)), found
+
+
 LN = (8,)
 REDUCTIONS: list[tuple[str, Callable[..., Any], list[tuple[Any, str]], str]] = [
     ("sum features", lambda x: x.sum(-1), [((M, 8), "S0")], "S0"),

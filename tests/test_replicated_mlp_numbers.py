@@ -11,6 +11,9 @@ import ranks
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import sp_passes
 from sp_passes.models.config import KimiK3Config
@@ -300,3 +303,45 @@ def test_a_vector_argument_must_be_declared_replicated() -> None:
     assert len(report.applied) == 1, report
     for x, y in zip(inputs, ranks.lockstep(gm, tp, [[x, scale] for x in inputs]), strict=True):
         assert mlps.worst_error(y, module(x, scale)) < FP32
+
+
+VIEWS: dict[str, Any] = {
+    "pair": lambda z, n: (lambda v: v[:, :, 0] * v[:, :, 1])(z.view(len(z), -1, 2, n)),
+    "lanes": lambda z, n: (lambda v: v[..., 0] * v[..., 1])(z.view(len(z), -1, n, 2)),
+    "first row size": lambda z, n: (lambda v: v[..., 0, :] * v[..., 1, :])(z.view(-1, 1, 2, n)),
+    "two rows": lambda z, n: (lambda v: (v[..., 0, :] * v[..., 1, :]).reshape(len(z), n))(
+        z.view(3, -1, 2, n)
+    ),
+}
+
+
+def symbolic_rows(x: Tensor) -> Tensor:
+    """``x`` as a fake tensor of any number of rows."""
+    dims = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (x.ndim - 1)]
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    context = StatelessSymbolicContext(dynamic_sizes=dims, constraint_sizes=[None] * x.ndim)
+    return mode.from_tensor(x, symbolic_context=context, source=ConstantSource("x"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_minus_one_between_the_linears(name: str, dynamic: bool) -> None:
+    """A view that leaves a size of rows open: ``view(m, -1, 2, n)``."""
+    split = VIEWS[name]
+
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 16), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = split(self.a(x), 8)
+            return self.b(h.reshape(len(x), 8))
+
+    module = View().requires_grad_(False)
+    inputs = [torch.randn(6, 6) * (r + 1) for r in range(4)]
+    gm = sp_passes.trace(module, symbolic_rows(inputs[0]) if dynamic else inputs[0])
+    report = sp_passes.rewrite(gm, mlps.config(tp_size=4))
+    assert len(report.applied) == 1, report
+    for x, y in zip(inputs, ranks.lockstep(gm, 4, [[x] for x in inputs]), strict=True):
+        assert mlps.worst_error(y, mlps.exact(module, x)) < FP32

@@ -10,11 +10,18 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+from sp_passes.patterns import replicated_mlp
 from torch import Tensor, nn
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 import sp_passes
 from sp_passes import SPConfig, SPError, declare_placement
+from sp_passes.graph import params
+from sp_passes.graph.canonical import canonicalise
+from sp_passes.graph.linears import linears
+from sp_passes.graph.region import number_nodes
+from sp_passes.placement import propagate
+from sp_passes.site import Context
 
 H, W, TP = 8, 24, 4
 
@@ -52,6 +59,12 @@ def with_first(s: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.linear(F.silu(h), s.down), h.sum(-1)
 
 
+def added_hidden(s: Any, x: Tensor) -> Tensor:
+    """As Inductor fuses ``h @ W.T + h``."""
+    h = F.silu(F.linear(x, s.up))
+    return torch.addmm(h, h, s.mid.t())
+
+
 SKIPS: dict[str, tuple[Any, str]] = {
     "not divisible": (
         lambda s, x: F.linear(F.silu(F.linear(x, s.odd)), s.odd_down),
@@ -78,6 +91,11 @@ SKIPS: dict[str, tuple[Any, str]] = {
     ),
     "weight is an output": (lambda s, x: (lin(s, x), s.up), "weight returned"),
     "transposed weight is an output": (lambda s, x: (lin(s, x), s.down.t()), "weight returned"),
+    "hidden is added to the result": (added_hidden, "used elsewhere"),
+    "product is added to the result": (
+        lambda s, x: (lambda h: torch.addmm(h, h, s.mid.t()))(F.linear(x, s.up)),
+        "used elsewhere",
+    ),
     "mixed dtypes": (
         lambda s, x: F.linear(F.linear(x, s.up).double(), s.down.double()).float(),
         "*",
@@ -258,6 +276,147 @@ def test_a_residual_stream_without_norms_makes_no_bogus_sites() -> None:
     model = nn.Sequential(*(Layer(i) for i in range(3)))
     report = sp_passes.rewrite(sp_passes.trace(model, torch.randn(3, H)), mlps.config(TP))
     assert [(d.applied, d.name) for d in report.decisions] == [(True, f"{i}.mlp") for i in range(3)]
+
+
+# --- what is added, and other inputs ------------------------------------------------------
+
+ADDED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "partial rows": (lambda s, x, r: r, {"r": Partial()}, "addend"),
+    "rows by features": (lambda s, x, r: r, {"r": Shard(1)}, "addend"),
+    "rows of all ranks": (lambda s, x, r: r, {"r": Replicate()}, "addend"),
+    "unknown rows": (lambda s, x, r: x.flip(0), {}, "addend"),
+    "one row of own tokens": (lambda s, x, r: r[:1], {"r": Shard(0)}, "addend"),
+    "own rows": (lambda s, x, r: r, {"r": Shard(0)}, ""),
+    "own numbers": (lambda s, x, r: r[:, :1], {"r": Shard(0)}, ""),
+    "a constant": (lambda s, x, r: torch.full_like(x, 2), {}, ""),
+    "one row of all ranks": (lambda s, x, r: s.down[:, :1].t() * 0 + 1, {}, "weight used"),
+    "the same row of all ranks": (lambda s, x, r: s.down2.sum(1)[None], {}, ""),
+    "that row, expanded": (lambda s, x, r: s.down2.sum(1).expand(len(x), H), {}, ""),
+    "partial bias": (lambda s, x, r: r[0], {"r": Partial()}, "bias"),
+    "bias by features": (lambda s, x, r: r.sum(0), {"r": Shard(1)}, "bias"),
+    "bias of own rows": (lambda s, x, r: r.sum(0), {"r": Shard(0)}, "bias"),
+    "bias of all ranks": (lambda s, x, r: r.sum(0), {"r": Replicate()}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_the_second_linear_adds(name: str) -> None:
+    fn, placements, category = ADDED[name]
+
+    class Adding(Net):
+        def forward(self, x: Tensor, r: Tensor) -> Tensor:  # type: ignore[override]
+            hidden = F.silu(F.linear(x, self.up))
+            return torch.addmm(self.fn(self, x, r), hidden, self.down.t())
+
+    module = Adding(fn)
+    made = torch.Generator().manual_seed(5)
+    own = placements.get("r") == Shard(0)
+    r = [torch.randn(3, H, generator=made) for _ in range(TP)]
+    inputs = [[torch.randn(3, H, generator=made), r[i if own else 0]] for i in range(TP)]
+    gm = sp_passes.trace(module, *inputs[0])
+    report = sp_passes.rewrite(gm, mlps.config(TP), placements=placements)
+    assert [d.reason.partition(":")[0].startswith(category or "-") for d in report.skipped] == (
+        [True] if category else []
+    ), report
+    assert len(report.applied) == (not category), report
+    for given, y in zip(inputs, ranks.lockstep(gm, TP, inputs), strict=True):
+        torch.testing.assert_close(y, module(*given))
+
+
+def test_a_row_input_of_fewer_rows() -> None:
+    """``[1, s, 1]`` of own tokens on ``[m, s, k]`` broadcasts over rows: gathered, it cannot."""
+
+    class Rows(Net):
+        def forward(self, x: Tensor, r: Tensor) -> Tensor:  # type: ignore[override]
+            return F.linear(F.silu(F.linear(x, self.up)) * r, self.down)
+
+    for size in ((1, 2, 1), (1, 1, 1), (1, 2, W)):
+        gm = sp_passes.trace(Rows(None), torch.randn(3, 2, H), torch.randn(size))
+        report = sp_passes.rewrite(gm, mlps.config(TP))
+        assert [d.reason.partition(":")[0] for d in report.decisions] == ["not feature-local"]
+    for size in ((3, 2, 1), (3, 1, 1)):
+        inputs = [[torch.randn(3, 2, H) * (k + 1), torch.randn(size)] for k in range(TP)]
+        gm = sp_passes.trace(Rows(None), *inputs[0])
+        report = sp_passes.rewrite(gm, mlps.config(TP))
+        assert len(report.applied) == 1, report
+        for given, y in zip(inputs, ranks.lockstep(gm, TP, inputs), strict=True):
+            torch.testing.assert_close(y, Rows(None)(*given))
+
+
+def test_a_value_of_the_region_that_is_a_row_input() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.one = nn.Parameter(torch.randn(1, H))
+            self.wide = nn.Parameter(torch.randn(H, W + 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = F.linear(x, self.one)
+            return F.linear(torch.cat([F.linear(x, self.up) * factor, factor], -1), self.wide)
+
+    assert reasons(Scaled(), mlps.config(5)) == ["used elsewhere"]
+
+
+# --- what must be the same on every rank --------------------------------------------------
+
+
+def proven(module: nn.Module, *inputs: Tensor) -> list[str]:
+    """What the sites of ``module`` take for replicated without sharding it."""
+    graph = sp_passes.trace(module, *inputs).graph
+    config = SPConfig(tp_size=TP, patterns=("replicated_mlp",))
+    canonicalise(graph)
+    number_nodes(graph)
+    tokens = [n for n in graph.nodes if n.op == "placeholder" and not params.is_weight(n)]
+    states = propagate(graph, TP, dict.fromkeys(tokens, Shard(0)))
+    ctx = Context(graph, config, states, linears(graph))
+    sites = list(replicated_mlp.find(ctx))
+    assert [site.reason or replicated_mlp.check(ctx, site) for site in sites] == [None]
+    return [params.fqn(w) for site in sites for w in site.proven]
+
+
+class Others(nn.Module):
+    """A vector, a number, a computed vector and biases beside the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, W), nn.Linear(W, H)
+        self.scale, self.shift = nn.Parameter(torch.randn(W)), nn.Parameter(torch.randn(W))
+        self.row = nn.Parameter(torch.randn(H))
+        self.register_buffer("number", torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.randn(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(self.up(x)) * self.scale + self.shift.view(2, -1).exp().flatten()
+        h = h * (x * self.row).mean(-1, keepdim=True)
+        return self.down(h / self.number)
+
+
+def test_vectors_scalars_and_the_bias_are_to_be_proven() -> None:
+    """Not the row input's weight: each rank scales its own rows, as before."""
+    assert sorted(proven(Others(), torch.randn(3, H))) == [
+        "down.bias",
+        "number",
+        "scale",
+        "shift",
+    ]
+
+
+def test_nothing_is_to_be_proven_of_weights_alone() -> None:
+    assert proven(Net(lin), torch.randn(3, H)) == []
+
+
+def test_a_sharded_bias_that_also_scales_is_proven_once() -> None:
+    """It is in ``shards``, where its fingerprint is compared."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(H, W), nn.Linear(W, H, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x) * self.up.bias)
+
+    assert proven(Tied(), torch.randn(3, H)) == []
 
 
 # --- strict -------------------------------------------------------------------------------

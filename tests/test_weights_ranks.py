@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import sp_passes
 from sp_passes import ReplicationError, ShardingError, SPError
-from sp_passes import weights as table
+from sp_passes import residents as table
 
 pytestmark = pytest.mark.multirank
 FP32 = 1e-5

@@ -24,6 +24,7 @@ from .report import bought, traffic_dict
 MODEL, TOKENS = "kimi-k3", 64
 RANKS, LAYERS, ROWS, STEPS = 4, 6, 16, 9
 TIMEOUT = 600.0
+LAYER = "layers.*."
 
 
 def run(as_json: bool) -> None:
@@ -71,16 +72,16 @@ def _full_width(out: Console) -> tuple[dict[int, Report], Moved]:
 
 def _sizes_table(reports: dict[int, Report]) -> Any:
     kinds = {tp: {k.name: k for k in full_size.kinds(r)} for tp, r in reports.items()}
-    names = list(dict.fromkeys(name for found in kinds.values() for name in found))
+    names = dict.fromkeys(name for found in kinds.values() for name in found)
     rows = []
     for name in names:
         found = {tp: kinds[tp].get(name) for tp in reports}
         whole = next(k.whole for k in found.values() if k is not None)
         saved = (show.weight_bytes(k.saved) if k else "-" for k in found.values())
-        rows.append((name, show.weight_bytes(whole), *saved))
+        rows.append((name.removeprefix(LAYER), show.weight_bytes(whole), *saved))
     totals = (show.weight_bytes(r.bytes_saved_per_rank) for r in reports.values())
     rows.append(("all", "", *totals))
-    head = ("weights", ">replicated", *(f">TP{tp}" for tp in reports))
+    head = (f"weights of {LAYER}", ">replicated", *(f">TP{tp}" for tp in reports))
     return show.table("Weights on one rank: held when replicated, saved at", head, rows)
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..layout import ShardLayout
 from .region import Lanes, NotLocal, Region, cat_dim, slice_of
-from .values import args, copy_origin, fake_mode, set_value, shape
+from .values import args, copy_origin, fake_mode, set_value, shape, static
 
 aten = torch.ops.aten
 
@@ -149,8 +149,19 @@ def _reshape(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     source, target = args(node)[:2]
     assert isinstance(target, (list, tuple))
     features = cut.local_sizes(node)
-    rows = list(target[: len(target) - len(features)])
-    return (source, [-1, *rows[1:], *features]), {}
+    first, *others = _row_sizes(node, len(target) - len(features))
+    if -1 in others:
+        if first == -1 or others.count(-1) > 1:
+            raise NotLocal(f"{node.name} leaves more than one size open")
+        return (source, [first * cut.tp_size, *others, *features]), {}
+    return (source, [-1, *others, *features]), {}
+
+
+def _row_sizes(node: fx.Node, count: int) -> list[Any]:
+    """The reshape's sizes of rows as numbers or nodes; -1 where its argument left them open."""
+    given = args(node)[1][:count]
+    found = [static(size) for size in shape(node)[:count]]
+    return [g if f is None else f for f, g in zip(found, given, strict=True)]
 
 
 def _slice(cut: Cut, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..placement.sizes import equal
 from . import params
 from .values import args, is_tensor, shape
 
@@ -68,6 +69,14 @@ class Linear:
 Adapter = Callable[[fx.Node], "Linear | None"]
 _ADAPTERS: dict[Any, Adapter] = {}
 _VENDOR: dict[Any, Callable[[fx.Node, fx.Node], Linear | None]] = {}
+
+
+def registrations() -> list[str]:
+    """The ops the table knows, as text: part of the key of compile caches."""
+    rows = [f"{op} {f.__module__}.{f.__qualname__}" for op, f in _ADAPTERS.items()]
+    for op, adapter in _VENDOR.items():
+        rows.append(f"{op} {[cell.cell_contents for cell in adapter.__closure__ or ()]}")
+    return sorted(rows)
 
 
 def register_linear(op: Any, adapter: Adapter) -> None:
@@ -152,7 +161,18 @@ def _adds_leading(node: fx.Node) -> bool | None:
     source = args(node)[0]
     if not is_tensor(source) or not is_tensor(node):
         return None
-    return False if shape(node)[-2:] == shape(source)[-2:] else None
+    return False if _same_sizes(shape(node)[-2:], shape(source)[-2:]) else None
+
+
+def _same_sizes(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(map(equal, a, b))
+
+
+def _keeps_rows(node: fx.Node, x: Any) -> bool:
+    """Whether the result has the rows of ``x``, and a matrix repeated in a batch adds none."""
+    if not is_tensor(x) or len(shape(x)) < 2:
+        return False
+    return _same_sizes(shape(node)[:-1], shape(x)[:-1])
 
 
 _CHAIN: dict[Any, Callable[[fx.Node], bool | None]] = {
@@ -168,7 +188,7 @@ _CHAIN: dict[Any, Callable[[fx.Node], bool | None]] = {
 def _mm(node: fx.Node) -> Linear | None:
     x, matrix = args(node)[:2]
     found = weight_of(matrix, out_first=False)
-    return Linear(node, x, *found) if found and is_tensor(x) else None
+    return Linear(node, x, *found) if found and _keeps_rows(node, x) else None
 
 
 def _addmm(node: fx.Node) -> Linear | None:
@@ -187,7 +207,7 @@ def _linear(node: fx.Node) -> Linear | None:
     x, matrix, *rest = args(node)
     found = weight_of(matrix, out_first=True)
     bias: Any = rest[0] if rest else node.kwargs.get("bias")
-    return Linear(node, x, *found, bias=bias) if found else None
+    return Linear(node, x, *found, bias=bias) if found and _keeps_rows(node, x) else None
 
 
 def _vendor_result(node: fx.Node) -> Linear | None:

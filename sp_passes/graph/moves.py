@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..placement.sizes import equal
 from .values import args, is_tensor, shape, static
 
 aten = torch.ops.aten
@@ -25,6 +26,13 @@ def moves_rows(node: fx.Node) -> bool:
     """Whether ``node`` only moves, drops or repeats rows of one or several inputs."""
     rule = _RULES.get(node.target) if node.op == "call_function" else None
     return rule is not None and is_tensor(node) and rule(node)
+
+
+def has_rows_of(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether ``operand`` holds an element for each row of ``node``, its result's size."""
+    sizes = shape(operand)
+    rows = len(sizes) == len(shape(node)) > 0
+    return rows and static(sizes[0]) != 1 and equal(sizes[0], shape(node)[0])
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -36,8 +36,8 @@ _RESHAPES = {
 _LIMIT = 256
 
 
-class NotLocal(Exception):
-    """A value whose rows come from nowhere; the text says where the way ends."""
+class NoOwnRows(Exception):
+    """A rank cannot compute its own rows of a value; the text says where the way ends."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ def find_rows(start: fx.Node, states: Mapping[fx.Node, Any], tp_size: int) -> Ro
     """The way back from ``start``, a whole value.
 
     Raises:
-        NotLocal: some rows of it are neither gathered nor from a boundary.
+        NoOwnRows: some rows of it are neither gathered nor from a boundary.
     """
     found = Rows()
     done: set[fx.Node] = set()
@@ -137,24 +137,24 @@ def _require_row_wise(node: fx.Node, op: Op, local: dict[fx.Node, State], tp_siz
     target: Any = node.target
     schema = getattr(target, "_schema", None)
     if node.op != "call_function" or schema is None or not is_tensor(node):
-        raise NotLocal(f"{params.fqn(node)} is neither gathered nor received")
+        raise NoOwnRows(f"{params.fqn(node)} is neither gathered nor received")
     inputs = [n for n in node.all_input_nodes if n in local]
     if not inputs:
-        raise NotLocal(f"{node.name} is neither gathered nor received")
+        raise NoOwnRows(f"{node.name} is neither gathered nor received")
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
-        raise NotLocal(f"{node.name} is not row-wise")
+        raise NoOwnRows(f"{node.name} is not row-wise")
     if is_trim(node):
         here, there = shape(node)[0], shape(inputs[0])[0]
         if not equal(local_rows(here, tp_size), local_rows(there, tp_size)):
-            raise NotLocal(f"{node.name} keeps {here} of {there} rows: other ranks' rows move")
+            raise NoOwnRows(f"{node.name} keeps {here} of {there} rows: other ranks' rows move")
         return
     op.node = node
     try:
         state = entry_of(target).rule(op)
     except RuleError as error:
-        raise NotLocal(f"{node.name} is not row-wise: {error}") from None
+        raise NoOwnRows(f"{node.name} is not row-wise: {error}") from None
     if state != shard(0) or not isinstance(state.placement, Shard):
-        raise NotLocal(f"{node.name} is not row-wise")
+        raise NoOwnRows(f"{node.name} is not row-wise")
 
 
 class Emitter:

@@ -64,7 +64,7 @@ _CONTAINERS = {"_modules", "_parameters", "_buffers"}
 
 
 def fqn_of_source(source: str) -> str:
-    """``layers.0.mlp.weight`` from Dynamo's ``L['self']._modules['layers']…``, x from ``L['x']``."""
+    """``layers.0.weight`` of Dynamo's ``L['self']._modules['layers']…``; ``x`` of ``L['x']``."""
     parts = [a or b or c for a, b, c in _SOURCE.findall(source)]
     if source.startswith("G[") or source.startswith(("L['self']", "L['stage_arguments']")):
         parts = parts[1:]

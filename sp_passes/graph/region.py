@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from ..placement.sizes import equal
 from . import params
 from .linears import Linear
 from .values import args, is_tensor, product, same_shape, shape, static
@@ -61,14 +62,28 @@ class Region:
     scalars: list[fx.Node] = field(default_factory=list)
 
     def escapes(self) -> tuple[fx.Node, fx.Node] | None:
-        """A value of the region and its user outside, if there is one."""
+        """A value of the region and a user that needs it at full width, if there is one.
+
+        Outside the region, or the second linear itself where it also adds the value: the
+        local value, its input, stands for no other use.
+        """
         end = self.second.call or self.second.node
         inside = {*self.nodes, end}
+        whole = {*self.rows, *self.vectors, *self.scalars}
         for node in [*(f.node for f in self.firsts), *self.nodes]:
             for user in node.users:
-                if user not in inside or (user is end and node is not self.second.x):
+                if user not in inside or node in whole:
+                    return node, user
+                if user is end and (node is not self.second.x or _uses(end, node) > 1):
                     return node, user
         return None
+
+
+def _uses(user: fx.Node, node: fx.Node) -> int:
+    """How often ``node`` is among the arguments of ``user``."""
+    found: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), found.append)
+    return found.count(node)
 
 
 def find_region(second: Linear, found: dict[fx.Node, Linear]) -> Region:
@@ -180,6 +195,10 @@ def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
         rows = sizes[: max(0, len(sizes) - lanes.ndim)]
         padded = (1,) * (lanes.ndim - len(features)) + tuple(features)
         has_rows = missing == 0 and rows and (static(rows[0]) != 1 or not _is_constant(operand))
+        if has_rows and not equal(rows[0], shape(node)[0]):
+            raise NotLocal(
+                f"{operand.name} is one row that {node.name} repeats for each of its own"
+            )
         if all(static(f) == 1 for f in padded):
             (region.rows if has_rows else region.scalars).append(operand)
         elif tuple(map(static, padded)) != lanes.shape:

@@ -49,6 +49,14 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
     )
 
 
+def differ(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors surely have other sizes. Never adds a guard."""
+    one, two = shape(a), shape(b)
+    return len(one) != len(two) or any(
+        statically_known_true(x != y) for x, y in zip(one, two, strict=True)
+    )
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 

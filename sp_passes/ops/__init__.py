@@ -3,7 +3,7 @@
 
 Tokens are dimension 0 of every activation and every rank holds the same number of
 them, ``m``; a model under sequence parallelism pads to that. Weights are the *full*
-logical parameters: the ops find this rank's shard of them (``sp_passes.weights``).
+logical parameters: the ops find this rank's shard of them (``sp_passes.residents``).
 
     all_gather      x [m, …]                            -> [tp_size * m, …]
     reduce_scatter  x [tp_size * m, …], one addend      -> [m, …]
@@ -71,7 +71,7 @@ def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
 
 def _part(weight: Tensor, layout: Layout, pg: Any) -> Tensor:
     """What this rank multiplies by."""
-    from ..weights import resident
+    from ..residents import resident
 
     return weight if isinstance(layout, LocalPart) else resident(weight, layout, pg)
 
@@ -186,18 +186,27 @@ def _prepare(
     release: bool,
     group: str,
     tp_size: int,
+    proven: Sequence[Tensor] | None = None,
+    whole: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    from ..weights import prepare
+    from ..residents import prepare
 
     cuts = [ShardLayout.parse(text) for text in layouts]
-    prepare(weights, cuts, names, plan, release, group_of(group, tp_size))
+    pg = group_of(group, tp_size)
+    prepare(weights, cuts, names, plan, release, pg, proven or (), whole or ())
     return weights[0].new_empty(0, dtype=torch.int8)
 
 
-def _agree(nothing: Sequence[Tensor], plan: str, group: str, tp_size: int) -> None:
-    from ..weights import prepare
+def _agree(
+    nothing: Sequence[Tensor],
+    plan: str,
+    group: str,
+    tp_size: int,
+    whole: Sequence[Tensor] | None = None,
+) -> None:
+    from ..residents import prepare
 
-    prepare([], [], [], plan, False, group_of(group, tp_size))
+    prepare([], [], [], plan, False, group_of(group, tp_size), (), whole or ())
 
 
 # --- shapes -----------------------------------------------------------------------------
@@ -272,11 +281,19 @@ def _prepare_fake(
     release: bool,
     group: str,
     tp_size: int,
+    proven: Sequence[Tensor] | None = None,
+    whole: Sequence[Tensor] | None = None,
 ) -> Tensor:
     return weights[0].new_empty(0, dtype=torch.int8)
 
 
-def _agree_fake(nothing: Sequence[Tensor], plan: str, group: str, tp_size: int) -> None:
+def _agree_fake(
+    nothing: Sequence[Tensor],
+    plan: str,
+    group: str,
+    tp_size: int,
+    whole: Sequence[Tensor] | None = None,
+) -> None:
     return None
 
 
@@ -321,14 +338,14 @@ _SIGNATURES: dict[str, tuple[str, Any, Any]] = {
     ),
     "prepare": (
         "(Tensor[] weights, str[] layouts, str[] names, str plan, bool release, str group,"
-        " int tp_size) -> Tensor",
+        " int tp_size, Tensor[]? proven=None, Tensor[]? whole=None) -> Tensor",
         _prepare,
         _prepare_fake,
     ),
 }
 
 # The schema says that it writes to (no) tensors: so neither FX nor Inductor drops the call.
-_AGREE = "(Tensor(a!)[] nothing, str plan, str group, int tp_size) -> ()"
+_AGREE = "(Tensor(a!)[] nothing, str plan, str group, int tp_size, Tensor[]? whole=None) -> ()"
 _LIB.define("agree" + _AGREE, tags=(torch.Tag.pt2_compliant_tag,))
 _LIB.impl("agree", _agree, "CompositeExplicitAutograd")
 torch.library.register_fake("sp_passes::agree", _agree_fake, lib=_LIB)

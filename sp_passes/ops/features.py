@@ -95,7 +95,7 @@ def _gemm_gather(
     kernel: str = "auto",
     barrier: bool = False,
 ) -> Tensor:
-    from ..weights import resident
+    from ..residents import resident
 
     pg = group_of(group, tp_size)
     cut = ShardLayout.parse(layout)

@@ -67,7 +67,7 @@ def _ag_mlp_rs(
     tp_size: int,
     kernel: str = "auto",
 ) -> Tensor:
-    from ..weights import resident
+    from ..residents import resident
 
     cut1, cut2 = _cuts(layout1, layout2)
     pg = group_of(group, tp_size)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ..errors import SPError
 from .context import Op, RuleError
 from .state import REPLICATE, State, States, shard
 
@@ -59,9 +60,20 @@ def declare_op(op: OpOverload | str, rule: Rule) -> None:
     """
     name = op_name(op) if isinstance(op, OpOverload) else op
     if "::" not in name:
-        raise ValueError(f"declare_op: {name!r} is no op name; write 'namespace::op'")
+        raise SPError(f"declare_op: {name!r} is no op name; write 'namespace::op'")
     _TABLE[name] = Entry(rule, declared=True)
     _RESOLVED.clear()
+
+
+def declarations() -> list[str]:
+    """What ``declare_op`` was told so far, as text: part of the key of compile caches."""
+    return sorted(f"{n} {_describe(e.rule)}" for n, e in _TABLE.items() if e.declared)
+
+
+def _describe(rule: Any) -> str:
+    """A rule's name and the values it was made with."""
+    cells = [repr(cell.cell_contents) for cell in getattr(rule, "__closure__", None) or ()]
+    return f"{rule.__module__}.{rule.__qualname__}({', '.join(cells)})"
 
 
 def entry_of(target: Any) -> Entry:

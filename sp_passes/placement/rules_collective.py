@@ -268,6 +268,7 @@ def _local_shard(op: Op) -> State:
 
 def _prepare(op: Op) -> State:
     _whole(op, op.arg("weights"), "the ops cut whole logical weights")
+    _whole(op, op.arg("proven") or (), "the rewrite takes it for replicated")
     return REPLICATE
 
 
@@ -331,7 +332,8 @@ _TABLE: tuple[tuple[str, Any, Any], ...] = (
     ("sp_passes::feature_to_token", _feature_to_token, _first_rows),
     ("sp_passes::token_to_feature", _token_to_feature, None),
     ("sp_passes::local_shard", _local_shard, None),
-    ("sp_passes::prepare", _prepare, None),
+    ("sp_passes::prepare", _prepare, _replicated),
+    ("sp_passes::agree", _replicated, _replicated),
     ("sp_passes::token_shard sp_passes::stage_output", _token_shard, _first_rows),
     ("vllm::sequence_parallel_chunk_impl", _token_shard, _first_rows),
     ("sp_passes::stage_input", _gather(None, "tp_size"), _replicated),

@@ -142,13 +142,17 @@ def _scaled(op: Op) -> State:
 
 
 def _attention(op: Op) -> State | tuple[State, ...]:
-    """sdpa family: query, key and value sharded alike along batch or heads."""
+    """sdpa family: query, key and value sharded alike along batch or heads.
+
+    Positions and features are the last two dimensions; 3-d values have heads or a batch only.
+    """
     query, key, value = op.args[:3]
     mask = op.arg("attn_mask", op.arg("attn_bias"))
     states = [op.state(n) for n in (query, key, value)]
     args = operands(op, [n for n in (query, key, value) if isinstance(n, fx.Node)])
     for arg in args:
-        if arg.state.placement != states[0].placement or arg.state.dim not in (None, 0, 1):
+        alike = arg.state.placement == states[0].placement
+        if not alike or arg.state.dim not in (None, *range(len(arg.shape) - 2)[:2]):
             raise RuleError(
                 f"{arg.name} is {arg.state} beside {op.describe(query)}",
                 "query, key and value sharded alike along batch or heads",
