@@ -140,12 +140,11 @@ def ag_gemm(s: Any, x: Tensor, weight: Tensor, *options: Any) -> list[Tensor]:
     return torch.ops.sp_passes.ag_gemm(*given, *options)
 
 
-def merged_calls(fn: Any, kernels: str) -> tuple[Any, Any, list[Any]]:
+def merged_calls(fn: Any, kernels: str) -> tuple[Any, list[Any]]:
     gm = sp_passes.trace(Net(fn, "", 4), projections.tokens(0, 3))
-    report = sp_passes.rewrite(
-        gm, SPConfig(tp_size=4, patterns=("shared_gather",), kernels=kernels)
-    )
-    return gm, report, [n for n in gm.graph.nodes if op_name(n) == "sp_passes::ag_gemm"]
+    config = SPConfig(tp_size=4, patterns=("shared_gather",), kernels=kernels)
+    report = sp_passes.rewrite(gm, config)
+    return report, [n for n in gm.graph.nodes if op_name(n) == "sp_passes::ag_gemm"]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "unfused"])
@@ -156,7 +155,7 @@ def test_the_merged_call_keeps_the_options(kernels: str, given: tuple[Any, ...])
         two = ag_gemm(s, x, s.odd, *given)
         return [value.relu() for value in (*one, *two)]
 
-    gm, report, calls = merged_calls(fn, kernels)
+    report, calls = merged_calls(fn, kernels)
     assert len(report.applied) == 1 and len(calls) == 1, report
     options = dict(zip(("kernel", "gathered"), given, strict=False))
     assert calls[0].kwargs.get("kernel", "auto") == options.get("kernel", "auto")
@@ -170,7 +169,7 @@ def test_calls_of_different_kernels_stay_apart() -> None:
         one, two = ag_gemm(s, x, s.four, "unfused"), ag_gemm(s, x, s.four2)
         return one[0] + two[0]
 
-    _, report, calls = merged_calls(fn, "auto")
+    report, calls = merged_calls(fn, "auto")
     assert [d.reason.partition(":")[0] for d in report.decisions] == ["kernels differ"]
     assert len(calls) == 2
 
@@ -187,7 +186,7 @@ def test_calls_that_wait_for_different_shards_stay_apart() -> None:
         )
         return one[0] + two[0]
 
-    _, report, calls = merged_calls(fn, "auto")
+    report, calls = merged_calls(fn, "auto")
     assert [d.reason.partition(":")[0] for d in report.decisions] == ["shards"]
     assert len(calls) == 2
 

@@ -196,9 +196,7 @@ def _pointwise(region: Region, node: fx.Node, lanes: Lanes) -> Edges:
         padded = (1,) * (lanes.ndim - len(features)) + tuple(features)
         has_rows = missing == 0 and rows and (static(rows[0]) != 1 or not _is_constant(operand))
         if has_rows and not equal(rows[0], shape(node)[0]):
-            raise NotLocal(
-                f"{operand.name} is one row that {node.name} repeats for each of its own"
-            )
+            raise NotLocal(f"{operand.name} is one row, which {node.name} repeats")
         if all(static(f) == 1 for f in padded):
             (region.rows if has_rows else region.scalars).append(operand)
         elif tuple(map(static, padded)) != lanes.shape:
