@@ -133,6 +133,8 @@ def check(ctx: Context, site: Site) -> str | None:
         if not _divisible(ctx, linear, match.form):
             return _indivisible(ctx, match)
     _account(ctx, site)
+    mixed = [n for n in (linear.x, linear.bias) if n is not None and ctx.state(n).is_replicate]
+    site.proven = ctx.weights_behind(mixed, site.shards)
     saved = nbytes(linear.weight) // ctx.tp_size * (ctx.tp_size - 1)
     if saved < site.row_bytes:
         return (
@@ -148,6 +150,8 @@ def _tokens(ctx: Context, linear: Linear) -> str | None:
         return f"tokens unknown: {state.reason}"
     if state.placement != S0 and not state.is_replicate:
         return f"tokens not sharded: {linear.x.name} is {state.placement}, needs {S0} or whole"
+    if len(state.segments or ()) > 1:
+        return f"tokens in blocks: {linear.x.name} is {state}, needs one block of rows"
     if len(shape(linear.x)) < 2:
         return f"no rows: {linear.x.name} has shape {list(shape(linear.x))}"
     return None

@@ -144,7 +144,9 @@ def check(ctx: Context, site: Site) -> str | None:
                 f"not divisible: segment {layout.indivisible(tp_size)} of {params.fqn(weight)} "
                 f"by tp_size {tp_size}"
             )
-    site.proven = _replicated_weights(ctx, site)
+    added = [] if match.second.bias is None else [match.second.bias]
+    mixed = [*region.vectors, *region.scalars, *_rows(match), *added]
+    site.proven = ctx.weights_behind(mixed, site.shards)
     match.sources = list(dict.fromkeys(f.x for f in match.firsts))
     site.moved = (*match.sources, *_rows(match), match.second.node)
     site.collectives_added = {
@@ -169,6 +171,8 @@ def _tokens(ctx: Context, match: Match) -> str | None:
             return f"tokens unknown: {state.reason}"
         if state.placement != S0:
             return f"tokens not sharded: {first.x.name} is {state.placement}, needs {S0}"
+        if len(state.segments or ()) > 1:
+            return f"tokens in blocks: {first.x.name} is {state}, needs one block of rows"
     return None
 
 
@@ -264,32 +268,6 @@ def _inputs(ctx: Context, match: Match, region: Region) -> str | None:
         if not ctx.state(node).is_replicate:
             return f"scalar input: {node.name} is {ctx.state(node)}, needs Replicate()"
     return None
-
-
-def _replicated_weights(ctx: Context, site: Site) -> tuple[fx.Node, ...]:
-    """Weights behind the replicated inputs, which the rewrite mixes with other ranks' values."""
-    match: Match = site.match
-    assert match.region is not None
-    inputs = [*match.region.vectors, *match.region.scalars, *_rows(match), match.second.bias]
-    todo = [node for node in inputs if node is not None]
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or not _is_replicate(ctx, node):
-            continue
-        seen.add(node)
-        if params.is_weight(node):
-            found.add(node)
-        elif node.op == "call_function":
-            todo.extend(node.all_input_nodes)
-    return tuple(sorted(found - site.shards.keys(), key=lambda n: n.meta["sp_index"]))
-
-
-def _is_replicate(ctx: Context, node: fx.Node) -> bool:
-    state = ctx.states[node]
-    states = state if isinstance(state, tuple) else (state,)
-    return all(s.is_replicate for s in states)
 
 
 # --- rewrite ----------------------------------------------------------------------------

@@ -125,7 +125,8 @@ class CompiledModule(nn.Module):
         config = backend.config
         self._staged = bool(config.stage_inputs or config.stage_outputs)
         run = stages.staged(module, config) if self._staged else module
-        self._run = torch.compile(run, backend=backend, **kwargs)
+        # Not as a submodule: its weights are the module's own.
+        self.__dict__["_run"] = torch.compile(run, backend=backend, **kwargs)
         self._started: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._kept: set[str] = set()
         self.report = None

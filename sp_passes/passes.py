@@ -42,7 +42,7 @@ from .graph import boundaries, params
 from .graph.canonical import canonicalise
 from .graph.linears import linears
 from .graph.region import number_nodes
-from .graph.values import fake_mode, set_value, shape
+from .graph.values import dtype, fake_mode, set_value, shape
 from .layout import ShardLayout
 from .patterns import patterns
 from .placement import State, propagate
@@ -255,7 +255,11 @@ def _decision(site: Site, config: SPConfig, counted: set[fx.Node]) -> Decision:
 def _plan(config: SPConfig, sites: list[Site]) -> str:
     """Digest of what was decided and why; equal on ranks that decided alike."""
     rows = [
-        [site.pattern, site.reason or "", [[str(cut), *shape(w)] for w, cut in site.shards.items()]]
+        [
+            site.pattern,
+            site.reason or "",
+            [[str(cut), *shape(w), str(dtype(w))] for w, cut in site.shards.items()],
+        ]
         for site in sites
     ]
     text = json.dumps([config.digest(), rows])

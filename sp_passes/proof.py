@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import _private
-from .errors import ReplicationError, SPError
+from .errors import ReplicationError, ShardingError, SPError
 
 log = logging.getLogger("sp_passes")
 
@@ -137,6 +137,20 @@ def all_well(problem: Exception | None, pg: Any) -> None:
     if bad:
         raise SPError(
             f"rank {', '.join(map(str, bad))} refused; nothing was changed, see its own error"
+        )
+
+
+def same_rows(rows: int, name: str, pg: Any) -> None:
+    """Raise on every rank unless all bring the same number of local rows.
+
+    Raises:
+        ShardingError: names every rank's number.
+    """
+    found = [row[0] for row in _exchange(torch.tensor([rows]), pg, f"reach {name}")]
+    if len(set(found)) > 1:
+        raise ShardingError(
+            f"the ranks bring {found} rows to {name}: every rank must hold the same number of "
+            "tokens; pad them (sp_passes.local_rows says to how many)"
         )
 
 

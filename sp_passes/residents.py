@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _private
+from . import _private, stray
 from .declare import declared_placement
 from .errors import ShardingError, SPError
 from .layout import ShardLayout
-from .proof import agree, prove
+from .proof import agree, prove, same_rows
 
 log = logging.getLogger("sp_passes")
 
@@ -51,6 +51,7 @@ class Resident:
         version: of the weight when it was cut, while its storage is kept.
         released: the full storage is freed.
         retired: shards that captured CUDA graphs may still read.
+        rows_compared: the ranks have compared how many rows they multiply it with.
     """
 
     ref: Any
@@ -62,6 +63,7 @@ class Resident:
     version: int | None
     released: bool = False
     retired: list[Tensor] = field(default_factory=list)
+    rows_compared: bool = False
 
 
 _lock = threading.RLock()  # of the tables below; never held while ranks communicate
@@ -199,6 +201,21 @@ def resident(weight: Tensor, layout: ShardLayout, pg: Any) -> Tensor:
     return entry.shard
 
 
+def compare_rows(x: Tensor, weight: Tensor, pg: Any) -> None:
+    """On a weight's first use: every rank must bring the same number of rows.
+
+    Raises:
+        ShardingError: they do not, where the collective would abort or hang.
+    """
+    entry = entry_of(weight)
+    if entry is None or entry.rows_compared:
+        return
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    same_rows(x.shape[0], name_of(weight), pg)
+    entry.rows_compared = True
+
+
 def prepare(
     weights: Sequence[Tensor],
     layouts: Sequence[ShardLayout],
@@ -286,15 +303,15 @@ def _same(entry: Resident, weight: Tensor, layout: ShardLayout, pg: Any) -> bool
 
 
 @contextmanager
-def _plain() -> Iterator[None]:
-    """Shards are ordinary tensors, also when the first call is under inference_mode."""
-    with torch.inference_mode(False), torch.no_grad():
+def writing(tensor: Tensor) -> Iterator[None]:
+    """The mode in which ``tensor`` may be written, whatever mode the caller is in."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         yield
 
 
 def _shard(weight: Tensor, layout: ShardLayout, pg: Any, release: bool) -> Resident:
-    with _plain():
-        part = layout.take(weight.detach(), pg.rank(), pg.size())
+    with torch.inference_mode(False), torch.no_grad():  # also when called in inference mode
+        part = layout.take(Tensor.detach(weight), pg.rank(), pg.size())
         shard = part.clone(memory_format=torch.contiguous_format)
     entry = Resident(
         ref=_private.storage_weak_ref(weight),
@@ -323,6 +340,7 @@ def _release(weight: Tensor, entry: Resident) -> None:
         return
     storage.resize_(0)
     entry.released, entry.version = True, None
+    stray.refuse(weight, name_of(weight))
 
 
 def _sweep() -> None:
@@ -361,8 +379,9 @@ def restore(weight: Tensor, entry: Resident) -> None:
     parts = entry.shard.new_empty((size, *entry.shard.shape))
     _private.all_gather_into(parts.view(-1), entry.shard.view(-1), entry.pg)
     weight.untyped_storage().resize_(entry.nbytes)
-    with _plain():
-        whole = weight.detach().as_strided(*entry.strides)
+    stray.allow(weight)
+    with writing(weight):
+        whole = Tensor.detach(weight).as_strided(*entry.strides)
         for rank in range(size):
             entry.layout.put(whole, parts[rank], rank, size)
     entry.released = False

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -145,6 +145,32 @@ class Context:
         node = self.graph.call_function(target, args, {**chosen, **options})
         copy_origin(node, origin)
         return set_value(node, fake_mode(self.graph))
+
+    def weights_behind(
+        self, inputs: Iterable[fx.Node], but: Collection[fx.Node]
+    ) -> tuple[fx.Node, ...]:
+        """Weights, other than ``but``, that the replicated ones of ``inputs`` come from.
+
+        A rewrite that mixes such an input with other ranks' values takes these weights for
+        replicated, so the ranks compare them.
+        """
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        todo = list(inputs)
+        while todo:
+            node = todo.pop()
+            if node in seen or not self._replicated(node):
+                continue
+            seen.add(node)
+            if params.is_weight(node):
+                found.add(node)
+            elif node.op == "call_function":
+                todo.extend(node.all_input_nodes)
+        return tuple(sorted(found.difference(but), key=lambda n: n.meta["sp_index"]))
+
+    def _replicated(self, node: fx.Node) -> bool:
+        state = self.states[node]
+        return all(s.is_replicate for s in (state if isinstance(state, tuple) else (state,)))
 
     @property
     def group(self) -> tuple[str, int]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .residents import (
     remember_name,
     restore,
     strides_of,
+    writing,
 )
 
 
@@ -90,6 +92,7 @@ def load_full_state_dict(
         ReplicationError: the ranks bring different values; nothing was changed.
     """
     targets = dict(_tensors(module, remove_duplicate=False))
+    state_dict = {name.removeprefix("_orig_mod."): new for name, new in state_dict.items()}
     wanted = targets.keys() - _unsaved(module)
     pairs = [(n, targets[n], state_dict[n]) for n in targets if n in state_dict and n in wanted]
     problem = _misfit(wanted, state_dict, strict) or _wrong_shape(pairs)
@@ -98,14 +101,14 @@ def load_full_state_dict(
     if problem is not None:
         raise problem
     _prove_new(pairs)
-    with torch.no_grad():
-        for _, old, new in pairs:
-            entry = entry_of(old)
-            if entry is not None and entry.shard is not None:
-                pg = entry.pg
+    for _, old, new in pairs:
+        entry = entry_of(old)
+        if entry is not None and entry.shard is not None:
+            with writing(entry.shard):
                 whole = _as_held(entry, old, new)
-                entry.shard.copy_(entry.layout.take(whole, pg.rank(), pg.size()))
-            if entry is None or not entry.released:
+                entry.shard.copy_(entry.layout.take(whole, entry.pg.rank(), entry.pg.size()))
+        if entry is None or not entry.released:
+            with writing(old):
                 old.copy_(new)
 
 
@@ -158,7 +161,7 @@ def _unsaved(module: nn.Module) -> set[str]:
     """Buffers that a state dict does not hold."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, child in module.named_modules()
+        for prefix, child in getattr(module, "_orig_mod", module).named_modules()
         for name in child._non_persistent_buffers_set
     }
 
@@ -172,9 +175,9 @@ def guard_module(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if child._parameters and not getattr(child, "_sp_passes_guarded", False):
             child._sp_passes_guarded = True
-            child.register_state_dict_pre_hook(_refuse("state_dict()", name))
-            child.register_load_state_dict_pre_hook(_refuse("load_state_dict()", name, _LOAD))
-            child.register_forward_pre_hook(_refuse_eager(name))
+            child.register_state_dict_pre_hook(_Refuse("state_dict()", name))
+            child.register_load_state_dict_pre_hook(_Refuse("load_state_dict()", name, _LOAD))
+            child.register_forward_pre_hook(_Refuse("eager forward", name, eager_only=True))
 
 
 def _first_released(module: nn.Module) -> str | None:
@@ -187,24 +190,22 @@ _UNSHARD = "call sp_passes.unshard(module) on every rank first"
 _LOAD = "use sp_passes.load_full_state_dict(module, state_dict) on every rank"
 
 
-def _refuse(what: str, path: str, instead: str = _UNSHARD) -> Callable[..., None]:
-    def hook(module: nn.Module, *args: Any) -> None:
+@dataclass(frozen=True)
+class _Refuse:
+    """A hook that raises while the module owns a released weight; it can be pickled."""
+
+    what: str
+    path: str
+    instead: str = _UNSHARD
+    eager_only: bool = False
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self.eager_only and torch.compiler.is_compiling():
+            return
         name = _first_released(module)
         if name is not None:
-            full = f"{path}.{name}" if path else name
+            full = f"{self.path}.{name}" if self.path else name
             raise SPError(
-                f"{what} of {full}: only this rank's shard exists, the full weight was released; "
-                f"{instead}"
+                f"{self.what} of {full}: only this rank's shard exists, the full weight was "
+                f"released; {self.instead}"
             )
-
-    return hook
-
-
-def _refuse_eager(path: str) -> Callable[..., None]:
-    refuse = _refuse("eager forward", path)
-
-    def hook(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            refuse(module, args)
-
-    return hook

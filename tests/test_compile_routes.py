@@ -252,14 +252,14 @@ def test_uuid_tells_what_decides_the_rewrite(change: dict[str, Any]) -> None:
     assert uuid(**change) != uuid()
 
 
-def test_uuid_tells_placements_and_no_names_or_ranks() -> None:
+def test_uuid_tells_placements_and_ranks_and_no_names() -> None:
     one = [Input("x", False, None), Input("a.weight", True, None)]
     other = [Input("x", False, None), Input("b.weight", True, None)]
     cut = [Input("x", False, None), Input("a.weight", True, Shard(0))]
     dim = [Input("x", False, None), Input("a.weight", True, Shard(1))]
     assert uuid(inputs=one) == uuid(inputs=other), "layers of one shape share an artifact"
     assert uuid(inputs=one) != uuid(inputs=cut) != uuid(inputs=dim)
-    assert uuid(options={"tp_rank": 3}) == uuid()
+    assert uuid(options={"tp_rank": 3}) != uuid(), "what a slice means may depend on the rank"
 
 
 # --- refusals -------------------------------------------------------------------------------
@@ -355,10 +355,6 @@ def test_strict_reaches_the_caller_as_it_is(solo: Any) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    reason="cached graphs of two processes meet: no pass sees one read what the other frees",
-)
 def test_warm_artifacts_that_use_one_weight_differently(tmp_path: Path) -> None:
     """One cached graph shards a weight, another reads it whole: each was made alone."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -14,6 +14,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sp_passes.errors import SPError
 from sp_passes.placement import REPLICATE, State, along, declare_op, propagate, row_wise
 
 TP = 4
@@ -409,7 +410,7 @@ def test_declared_op_under_auto_functionalized() -> None:
 
 
 def test_declare_op_needs_a_namespace() -> None:
-    with pytest.raises(ValueError, match="namespace::op"):
+    with pytest.raises(SPError, match="namespace::op"):
         declare_op("mix", row_wise())
 
 

@@ -104,9 +104,13 @@ def _ag_gemm(
     gathered: bool = False,
     barrier: bool = False,
 ) -> list[Tensor]:
+    from ..residents import compare_rows
+
     pg = group_of(group, tp_size)
     cuts = [parse(text) for text in layouts]
     shards = [_part(w, cut, pg) for w, cut in zip(weights, cuts, strict=True)]
+    if isinstance(cuts[0], ShardLayout):
+        compare_rows(x, weights[0], pg)
     vectors = [
         None if b is None else _part(b, replace(cut, dim=0), pg)
         for b, cut in zip(biases, cuts, strict=True)
