@@ -112,7 +112,10 @@ def _leaf_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
     for head, tree in [*zip(heads, args, strict=False), *kwargs.items()]:
         for path, _ in pytree.tree_flatten_with_path(tree)[0]:
             tail = "".join(f"_{getattr(k, 'key', getattr(k, 'idx', ''))}" for k in path)
-            names.append(f"{head}{tail}")
+            name = f"{head}{tail}"
+            while name in names:
+                name += "_"
+            names.append(name)
     return names
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ..declare import declared_placement
 from ..errors import PlacementError
@@ -127,7 +127,7 @@ def input_states(
     graph = gm_or_graph if isinstance(gm_or_graph, fx.Graph) else gm_or_graph.graph
     owner = graph.owning_module if isinstance(gm_or_graph, fx.Graph) else gm_or_graph
     nodes = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
-    asked = dict(placements or {})
+    asked = _checked(placements)
     used: set[str] = set()
     states: dict[fx.Node, State] = {}
     for node in nodes:
@@ -135,6 +135,7 @@ def input_states(
         used.update(keys)
         trusted = _is_param(node)
         if keys:
+            _fits(keys[0], asked[keys[0]], _ndim(node, owner))
             states[node] = of(asked[keys[0]], _ndim(node, owner), trusted)
         else:
             states[node] = of(_default(node, owner, tokens), _ndim(node, owner), trusted)
@@ -145,6 +146,30 @@ def input_states(
             f"are {known}"
         )
     return states
+
+
+def _checked(placements: Any) -> dict[str, Placement | State]:
+    """``placements`` if it maps names to placements that can be followed."""
+    if placements is not None and not isinstance(placements, Mapping):
+        raise PlacementError(
+            f"placements={placements!r}: needs a mapping such as {{'x': Shard(0)}}"
+        )
+    for name, placement in (placements or {}).items():
+        if not isinstance(placement, (Placement, State)):
+            raise PlacementError(
+                f"placements[{name!r}] is {placement!r}; needs Shard(dim), Replicate() or Partial() "
+                "of torch.distributed.tensor"
+            )
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise PlacementError(f"placements[{name!r}] is {placement}; only sums are followed")
+    return dict(placements or {})
+
+
+def _fits(name: str, placement: Placement | State, ndim: int) -> None:
+    if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
+        raise PlacementError(
+            f"placements[{name!r}] is {placement}, but that input has {ndim} dimensions"
+        )
 
 
 def _names(node: fx.Node) -> list[str]:
