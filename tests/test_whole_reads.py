@@ -15,7 +15,7 @@ from ranks import Rank
 from torch import Tensor, nn
 
 import sp_passes
-from sp_passes import ReplicationError, SPError
+from sp_passes import ReplicationError, ShardingError, SPError
 
 pytestmark = pytest.mark.multirank
 FP32 = 1e-5
@@ -168,9 +168,52 @@ def a_bad_state_dict_on_one_rank_stops_all(at: Rank) -> None:
         sp_passes.load_full_state_dict(module, state)
 
 
+def uneven_rows_are_an_error(at: Rank) -> None:
+    run = sp_passes.compile(Gated(), mlps.config(group=at.group), dynamic=True)
+    with pytest.raises(ShardingError, match=r"bring \[3, 4\] rows"):
+        run(torch.randn(3 + at.rank, H))
+
+
+def a_shared_graph_under_autocast(at: Rank) -> None:
+    """The graph for autocast reads weights whole; it meets a module that was sharded."""
+    one, two = Gated(1), Gated(2)
+    runs = [sp_passes.compile(m, mlps.config(group=at.group)) for m in (one, two)]
+    with torch.autocast("cpu", torch.bfloat16):
+        runs[0](rows(at))
+    runs[1](rows(at))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SPError, match="reads it whole"):
+        runs[1](rows(at))
+
+
+def the_stock_route_refuses_checkpoints(at: Rank) -> None:
+    module = Gated()
+    options = {"config": mlps.config(group=at.group)}
+    run = torch.compile(module, backend="sp_passes", options=options)
+    with torch.no_grad():
+        run(rows(at))
+    for stray in (module.state_dict, lambda: copy.deepcopy(module)):
+        with pytest.raises(SPError, match="unshard"):
+            stray()
+    sp_passes.unshard(module)
+    assert torch.equal(module.state_dict()["up"], Gated().up)
+
+
+def names_of_a_compiled_module(at: Rank) -> None:
+    module = Gated()
+    run = sp_passes.compile(module, mlps.config(group=at.group))
+    assert sorted(run.state_dict()) == [f"_orig_mod.{n}" for n in ("down", "scale", "up")]
+    run(rows(at))
+    sp_passes.load_full_state_dict(
+        run, sp_passes.compile(Gated(3), run._backend.config).state_dict()
+    )
+    assert mlps.worst_error(run(rows(at)), mlps.exact(Gated(3), rows(at))) < FP32
+
+
 @pytest.mark.parametrize(
     "job",
     [
+        uneven_rows_are_an_error, a_shared_graph_under_autocast,
+        the_stock_route_refuses_checkpoints, names_of_a_compiled_module,
         a_differing_vector_is_an_error, two_parameters_on_one_storage,
         layers_that_share_a_graph_are_reported_each,
         a_graph_for_another_layer_frees_nothing_that_is_read, released_then_read_whole,

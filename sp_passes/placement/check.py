@@ -157,8 +157,8 @@ def _checked(placements: Any) -> dict[str, Placement | State]:
     for name, placement in (placements or {}).items():
         if not isinstance(placement, (Placement, State)):
             raise PlacementError(
-                f"placements[{name!r}] is {placement!r}; needs Shard(dim), Replicate() or Partial() "
-                "of torch.distributed.tensor"
+                f"placements[{name!r}] is {placement!r}; needs Shard(dim), Replicate() or "
+                "Partial() of torch.distributed.tensor"
             )
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             raise PlacementError(f"placements[{name!r}] is {placement}; only sums are followed")
