@@ -84,8 +84,8 @@ return addmm
             """\
 x : [3, 16]
 down : [8, 16]
-prepare = prepare([down], ['S1[16]'], ['down'], plan, True, '', 4) : [0]
 bias : [8]
+prepare = prepare([down], ['S1[16]'], ['down', 'bias'], plan, True, '', 4, proven=[bias]) : [0]
 token_to_feature = token_to_feature(x, '', 4) : [12, 4]
 gemm_rs = gemm_rs(token_to_feature, down, bias, 'S1[16]', prepare, '', 4) : [3, 8]
 return gemm_rs
