@@ -24,6 +24,7 @@ Last, every overlapped op is proven apart from its neighbours or gets a barrier 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import time
@@ -68,6 +69,27 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
             a pattern, never of the model.
         SPError: with ``strict``, a site that cannot be rewritten, or none at all.
     """
+    with _collector_paused():
+        return _run(graph, config, inputs)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector: every node made here stays alive.
+
+    It would walk all nodes again and again as they get more, which makes a linear pass
+    superlinear.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> Report:
     assert config.tp_size is not None
     report = Report(config.tp_size)
     with _stage(report, "canonicalise"):
