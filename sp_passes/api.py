@@ -129,6 +129,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_run"] = torch.compile(run, backend=backend, **kwargs)
         self._started: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._kept: set[str] = set()
+        self._seen: set[tuple[str, int]] = set()
         self.report = None
         weights.introduce(module)
 
@@ -157,6 +158,10 @@ class CompiledModule(nn.Module):
         """Remember which graphs ran for which weights; True if one is new."""
         before = len(self._started)
         for plan, tensors, names in starts:
+            mark = (plan, id(tensors[0]) if tensors else 0)
+            if mark in self._seen:
+                continue
+            self._seen.add(mark)
             own = tuple(map(residents.name_of, tensors))
             if (plan, own) not in self._started:
                 self._started[plan, own] = dict(zip(names, own, strict=False))

@@ -74,6 +74,7 @@ _names: dict[Key, str] = {}
 _summaries: dict[str, str] = {}
 _read_whole: dict[int, Any] = {}
 _declared: set[tuple[str, Key, Key]] = set()
+_prepared: set[tuple[str, Key, Key]] = set()
 _watch = threading.local()
 
 Watcher = Callable[[str, Sequence[Tensor], Sequence[str]], None]
@@ -93,6 +94,7 @@ def entry_of(weight: Tensor) -> Resident | None:
 
 def forget(weight: Tensor) -> None:
     _table.pop(key_of(weight), None)
+    _prepared.clear()
 
 
 def group_lock(pg: Any) -> threading.RLock:
@@ -168,7 +170,7 @@ def declare_whole(plan: str, tensors: Sequence[Tensor]) -> None:
     """
     if not tensors:
         return
-    mark = (plan, key_of(tensors[0]), key_of(tensors[-1]))
+    mark = _mark(plan, tensors)
     if mark in _declared:
         return
     gone = next((t for t in tensors if is_released(t)), None)
@@ -247,6 +249,8 @@ def prepare(
         ReplicationError: a weight differs between ranks.
     """
     _tell(plan, weights, names)
+    if plan is not None and weights and _mark(plan, weights) in _prepared:
+        return
     known = plan is None or plan in _agreed.get(pg, ())
     if known and all(map(_is_resident, weights)) and not _unseen(plan, (*proven, *whole)):
         return
@@ -276,6 +280,8 @@ def prepare(
             if key not in _table:
                 _table[key] = _shard(weight, cut, pg, release)
         _sweep()
+        if plan is not None and weights:
+            _prepared.add(_mark(plan, weights))
 
 
 def _refuse_declared(weight: Tensor, name: str) -> None:
@@ -287,9 +293,13 @@ def _refuse_declared(weight: Tensor, name: str) -> None:
         )
 
 
+def _mark(plan: str, tensors: Sequence[Tensor]) -> tuple[str, Key, Key]:
+    """Tells a graph's run for one module from its runs for others, without reading them all."""
+    return plan, key_of(tensors[0]), key_of(tensors[-1])
+
+
 def _unseen(plan: str | None, tensors: Sequence[Tensor]) -> bool:
-    mark = (plan, key_of(tensors[0]), key_of(tensors[-1])) if tensors else None
-    return mark is not None and plan is not None and mark not in _declared
+    return bool(plan is not None and tensors and _mark(plan, tensors) not in _declared)
 
 
 def _is_resident(weight: Tensor) -> bool:
@@ -349,6 +359,7 @@ def _sweep() -> None:
         for key in [k for k, entry in _table.items() if entry.ref.expired()]:
             del _table[key]
             _names.pop(key, None)
+            _prepared.clear()
         for storage in [k for k, ref in _read_whole.items() if ref.expired()]:
             del _read_whole[storage]
             for mark in [m for m in _declared if storage in (m[1][0], m[2][0])]:
@@ -369,6 +380,7 @@ def _make_whole(weight: Tensor, entry: Resident, layout: ShardLayout) -> None:
         restore(weight, entry)
         entry.retired.append(entry.shard)
         entry.shard = None
+        _prepared.clear()
 
 
 def restore(weight: Tensor, entry: Resident) -> None:
