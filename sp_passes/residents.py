@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from . import _private, stray
-from .declare import declared_placement
-from .errors import ShardingError, SPError
+from .errors import SPError
 from .layout import ShardLayout
 from .proof import agree, prove, same_rows
 
@@ -282,15 +281,6 @@ def prepare(
         _sweep()
         if plan is not None and weights:
             _prepared.add(_mark(plan, weights))
-
-
-def _refuse_declared(weight: Tensor, name: str) -> None:
-    declared = declared_placement(weight)
-    if declared is not None and not declared.is_replicate():
-        raise ShardingError(
-            f"{name} is declared {declared}, but runs in a graph that was compiled for another "
-            "module, which holds it whole; compile the two modules with different backends"
-        )
 
 
 def _mark(plan: str, tensors: Sequence[Tensor]) -> tuple[str, Key, Key]:

@@ -204,7 +204,7 @@ def test_no_symmetric_memory_falls_back_once(
         assert symmetric.workspace(group, torch.device("cuda"), 64) is None
     assert len(caplog.records) == 1
     assert "far apart, its ops run unfused: peer access" in caplog.records[0].getMessage()
-    assert symmetric.why_unusable(group) == "peer access is not supported"
+    assert symmetric._unusable[group.group_name] == "peer access is not supported"
 
 
 def test_a_larger_call_keeps_the_old_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

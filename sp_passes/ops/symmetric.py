@@ -137,8 +137,3 @@ def reserve(pg: Any, max_tokens: int, features: int, dtype: torch.dtype) -> bool
     device = torch.device("cuda", torch.cuda.current_device())
     tokens = -(-max_tokens // pg.size()) * pg.size()
     return workspace(pg, device, tokens * features * dtype.itemsize) is not None
-
-
-def why_unusable(pg: Any) -> str | None:
-    """The reason the group has no symmetric memory, once it was tried."""
-    return _unusable.get(pg.group_name)
