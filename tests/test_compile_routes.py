@@ -246,7 +246,7 @@ INPUT = Input("x", False, None)
         {"inputs": [INPUT]},
         {"after": Counting()},
     ],
-    ids=str,
+    ids=lambda change: " ".join(change.get("options", change)),
 )
 def test_uuid_tells_what_decides_the_rewrite(change: dict[str, Any]) -> None:
     assert uuid(**change) != uuid()
