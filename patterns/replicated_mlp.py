@@ -7,6 +7,11 @@
 ``act`` is any feature-local region: gate and up merged, separate or interleaved, casts,
 biases, row-wise scaling. W1 may be several weights, also on several inputs.
 
+Where the policy finds that cheaper (many tokens, memory wanted), the weights travel instead:
+
+    x[S0] ─ linear(W1) ─ act ─ linear(W2) ─ y[S0]
+  ⇒ x[S0] ─ linear(gathered W1) ─ act ─ linear(gathered W2) ─ y[S0]              weight_gather
+
 Before, every rank reads all of W1 and W2 for its own tokens. After, it reads an equal
 part of both for the tokens of all ranks; the all-gather brings the tokens in and the
 reduce-scatter sums the parts and brings the results back to the tokens' owners.
@@ -30,6 +35,7 @@ from sp_passes.graph.values import dtype, same_shape, shape
 from sp_passes.layout import ShardLayout
 from sp_passes.placement import RuleError, shard
 from sp_passes.placement.rules_pointwise import Operand, broadcast
+from sp_passes.policy.forms import SHARDED, WEIGHT_GATHER
 from sp_passes.site import Context, Site
 
 ORDER = 10
@@ -118,7 +124,7 @@ def _leads_only_to(start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> bool:
 def check(ctx: Context, site: Site) -> str | None:
     """The first condition that does not hold, as a sentence; fills ``site.shards``."""
     match: Match = site.match
-    region, tp_size = match.region, ctx.tp_size
+    region, tp_size = match.region, ctx.shard_size
     assert region is not None
     if tp_size == 1:
         return "one rank: there is nothing to shard at tp_size 1"
@@ -153,6 +159,7 @@ def check(ctx: Context, site: Site) -> str | None:
         "all_gather": len(match.sources) + len(_rows(match)),
         "reduce_scatter": 1,
     }
+    site.forms = (SHARDED, WEIGHT_GATHER)
     return None
 
 
@@ -276,6 +283,9 @@ def _inputs(ctx: Context, match: Match, region: Region) -> str | None:
 def rewrite(ctx: Context, site: Site) -> None:
     """Emit gather, local region and reduce-scatter before the second linear's node."""
     match: Match = site.match
+    if site.form == WEIGHT_GATHER:
+        _gather_weights(ctx, site)
+        return
     assert match.cut is not None and match.region is not None
     graph, second = ctx.graph, match.second
     with graph.inserting_before(second.node):
@@ -283,20 +293,44 @@ def rewrite(ctx: Context, site: Site) -> None:
         for source in match.sources:
             made |= _gather_products(ctx, site, [f for f in match.firsts if f.x is source])
         for node in _rows(match):
-            made[node] = ctx.emit(ops.all_gather.default, (ctx.now(node), *ctx.group), node)
+            made[node] = ctx.emit(ops.all_gather.default, (ctx.now(node), *ctx.shard_group), node)
         for node in match.region.vectors:
             layout = match.cut.layout(node, match.cut.dim(node))
-            args = (ctx.now(node), str(layout), *ctx.group)
+            args = (ctx.now(node), str(layout), *ctx.shard_group)
             made[node] = ctx.emit(ops.local_shard.default, args, node)
         local = match.cut.rebuild(graph, made, ctx.now)
         layout = site.shards[second.weight]
         added = _added_once(ctx, second)
-        given = (local, second.weight, added, str(layout), ctx.ready, *ctx.group)
+        given = (local, second.weight, added, str(layout), ctx.ready, *ctx.shard_group)
         result = ctx.emit(ops.gemm_rs.default, given, second.node)
         if second.addend is not None and added is None:
             addend = ctx.now(second.addend)
             result = ctx.emit(torch.ops.aten.add.Tensor, (result, addend), second.node)
     ctx.replace(second.node, result)
+
+
+def _gather_weights(ctx: Context, site: Site) -> None:
+    """Put whole weights, gathered ahead of time, where the linears read them."""
+    match: Match = site.match
+    start = ctx.prefetch_point(match.firsts[0].node, site.shards)
+    readers = {w: _readers(w) for w in site.shards}
+    coming: dict[fx.Node, fx.Node] = {}
+    with ctx.graph.inserting_before(start):
+        for weight, layout in site.shards.items():
+            given = (weight, str(layout), ctx.ready, *ctx.shard_group)
+            coming[weight] = ctx.emit(ops.weight_gather.default, given, weight)
+    for weight, parts in coming.items():
+        with ctx.graph.inserting_before(min(readers[weight], key=ctx.position)):
+            waited = (parts, str(site.shards[weight]), ctx.shard_size)
+            whole = ctx.emit(ops.weight_wait.default, waited, match.second.node)
+        for reader in readers[weight]:
+            reader.replace_input_with(weight, whole)
+    site.collectives_added = {"all_gather": len(site.shards)}
+
+
+def _readers(weight: fx.Node) -> list[fx.Node]:
+    """The model's own ops that read it."""
+    return [n for n in weight.users if getattr(n.target, "namespace", "") != "sp_passes"]
 
 
 def _added_once(ctx: Context, second: Linear) -> fx.Node | None:
@@ -316,7 +350,7 @@ def _gather_products(ctx: Context, site: Site, firsts: list[Linear]) -> dict[fx.
         [f.bias for f in firsts],
         [str(site.shards[f.weight]) for f in firsts],
         ctx.ready,
-        *ctx.group,
+        *ctx.shard_group,
     )
     call = ctx.emit(ops.ag_gemm.default, args, firsts[0].node)
     return {f.node: ctx.emit(operator.getitem, (call, i), f.node) for i, f in enumerate(firsts)}

@@ -42,6 +42,14 @@ class SPConfig:
             rank's rows, such as ``{"hidden_states": Shard(0), "residual": Shard(0)}``, by
             argument name or key.
         stage_outputs: the same of what a stage that is not the last returns.
+        policy: with a token range, ``"latency"`` (shard where that is faster; the default),
+            ``"memory"`` (every legal site, in its fastest sharded form) or ``"balanced"`` (unless
+            it is more than a tenth slower).
+        need_gib: instead of a policy, a budget: the cheapest sites that free so much memory
+            of one rank in each graph. Needs a token range.
+        shard_group: shard over parts of the group only: a number of ranks that divides
+            tp_size, or ``"node"``; each part holds every weight once, and collectives of the
+            rewrite stay inside it. None: over the whole group.
 
     Raises:
         SPError: an argument does not fit; the message says what to change.
@@ -59,6 +67,9 @@ class SPConfig:
     max_tokens: int | None = None
     stage_inputs: Any = None
     stage_outputs: Any = None
+    policy: str | None = None
+    need_gib: float | None = None
+    shard_group: str | int | None = None
 
     def __post_init__(self) -> None:
         self._read_group()
@@ -77,6 +88,8 @@ class SPConfig:
             raise SPError(
                 f"hardware must be the name or path of a profile, found {self.hardware!r}"
             )
+        self._check_policy()
+        self._check_shard_group()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SPConfig:
         """Itself: it is frozen, and a process group cannot be copied."""
@@ -158,6 +171,67 @@ class SPConfig:
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1)
 
+    def _check_policy(self) -> None:
+        from .policy import POLICIES
+
+        if self.policy is not None and self.policy not in POLICIES:
+            raise SPError(f"policy={self.policy!r} is unknown; use one of {', '.join(POLICIES)}")
+        need = self.need_gib
+        if need is not None:
+            number = isinstance(need, (int, float)) and not isinstance(need, bool)
+            if not number or not 0 < need < float("inf"):
+                raise SPError(f"need_gib must be a number above 0, found {need!r}")
+            if self.policy is not None:
+                raise SPError(
+                    f"need_gib={need!r} and policy={self.policy!r} are two ways to decide; leave "
+                    "one out"
+                )
+            self._set("need_gib", float(need))
+        given = f"need_gib={need!r}" if need is not None else f"policy={self.policy!r}"
+        if self.token_range is None and (need is not None or self.policy not in (None, "memory")):
+            raise SPError(
+                f"{given} compares times, which depend on the tokens; give a token_range, "
+                "such as (1, 256)"
+            )
+
+    def _check_shard_group(self) -> None:
+        from .policy.groups import NODE, shard_size
+
+        asked = self.shard_group
+        if asked is None:
+            return
+        if asked != NODE:
+            if isinstance(asked, str):
+                raise SPError(
+                    f"shard_group={asked!r} is unknown; use {NODE!r} or a number of ranks"
+                )
+            _require_int("shard_group", asked, 1)
+        assert self.tp_size is not None
+        shard_size(asked, self.tp_size, self.hardware)
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that one copy of each sharded weight is spread over; tp_size by default."""
+        from .policy.groups import shard_size
+
+        assert self.tp_size is not None
+        return shard_size(self.shard_group, self.tp_size, self.hardware)
+
+    @property
+    def sharding(self) -> Any:
+        """The process group of ``shard_size`` ranks that this one shards weights with.
+
+        Made at its first use, by all of its members; None offline.
+        """
+        from .policy.groups import part_of
+
+        return part_of(self.group, self.shard_size)
+
+    @property
+    def sharding_name(self) -> str:
+        """The name under which collectives find ``sharding``; empty offline."""
+        return "" if self.group is None else str(self.sharding.group_name)
+
     def _check_stages(self) -> None:
         """Keep them as sorted pairs of name and text, which hash and compare."""
         for option in ("stage_inputs", "stage_outputs"):
@@ -227,6 +301,7 @@ class SPConfig:
 
         parts: dict[str, Any] = {**self.to_dict(), "group": self.group_name}
         parts["hardware"] = [self.hardware, asdict(hardware(self.hardware))]
+        parts["shard_size"] = self.shard_size
         del parts["tp_rank"]
         text = json.dumps([code_digest(), torch.__version__, parts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

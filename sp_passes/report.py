@@ -29,6 +29,8 @@ class Decision:
         bytes_moved: at a pipeline boundary, what one rank sends or receives ``before`` and
             ``after`` for ``tokens`` global tokens; empty elsewhere, and then not in the JSON.
         detail: one clause more for the text; not in the JSON where there is none.
+        form: how sharded weights are used: ``sharded`` (activations move) or
+            ``weight_gather``; empty where nothing is sharded.
     """
 
     pattern: str
@@ -42,6 +44,7 @@ class Decision:
     fused: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: Mapping[str, int] = field(default_factory=dict)
     detail: str = ""
+    form: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         optional = {"bytes_moved": dict(self.bytes_moved), "detail": self.detail}
@@ -55,6 +58,7 @@ class Decision:
             "collectives_added": dict(self.collectives_added),
             "collectives_removed": dict(self.collectives_removed),
             "fused": dict(self.fused),
+            "form": self.form,
             **{key: value for key, value in optional.items() if value},
         }
 
@@ -72,6 +76,7 @@ class Decision:
             fused=dict(data.get("fused", {})),
             bytes_moved=dict(data.get("bytes_moved", {})),
             detail=data.get("detail", ""),
+            form=data.get("form", ""),
         )
 
 
@@ -80,7 +85,8 @@ class Report:
     """Every decision of one run, in graph order.
 
     Attributes:
-        tp_size: ranks the weights are sharded over.
+        tp_size: ranks of the tensor-parallel group.
+        shard_size: ranks the weights are sharded over, if these are fewer; 0 if not.
         decisions: all sites.
         model: a name for the header.
         plan: digest of the decisions, the same on every rank.
@@ -99,6 +105,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     barriers: dict[str, str] = field(default_factory=dict)
     from_cache: bool = False
+    shard_size: int = 0
 
     @property
     def applied(self) -> list[Decision]:
@@ -137,6 +144,7 @@ class Report:
         return {
             "model": self.model,
             "tp_size": self.tp_size,
+            **({"shard_size": self.shard_size} if self.shard_size else {}),
             "plan": self.plan,
             "from_cache": self.from_cache,
             "nearest": self.nearest,
@@ -160,6 +168,7 @@ class Report:
             plan=data["plan"],
             nearest=data["nearest"],
             from_cache=from_cache,
+            shard_size=data.get("shard_size", 0),
         )
 
     def renamed(self, names: Mapping[str, str], kept: Collection[str] = ()) -> Report:
@@ -184,7 +193,9 @@ class Report:
         return replace(self, decisions=out)
 
     def __str__(self) -> str:
-        head = f"sp_passes{' on ' + self.model if self.model else ''}, tp_size {self.tp_size}: "
+        parts = f" in parts of {self.shard_size}" if self.shard_size else ""
+        named = f" on {self.model}" if self.model else ""
+        head = f"sp_passes{named}, tp_size {self.tp_size}{parts}: "
         if not self.decisions:
             return head + "no site found" + (f"; {self.nearest}" if self.nearest else "")
         lines = [
@@ -196,6 +207,7 @@ class Report:
             what = (
                 f"{format_bytes(d.bytes_saved_per_rank)} saved, "
                 f"{count_text(d.collectives_added, d.collectives_removed, d.fused)}"
+                + ("; weights gathered" if d.form == "weight_gather" else "")
                 + (f"; {d.detail}" if d.detail else "")
                 if d.applied
                 else d.reason
@@ -219,6 +231,7 @@ def merge(reports: Iterable[Report]) -> Report | None:
         plan="+".join(dict.fromkeys(r.plan for r in found)),
         nearest=next((r.nearest for r in found if r.nearest), ""),
         from_cache=any(r.from_cache for r in found),
+        shard_size=found[0].shard_size,
     )
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..demo.full_size import Kind, Traffic, kinds, reasons
+from ..demo.full_size import Kind, Traffic, kinds, reasons, settled
+from ..policy.memory import Budget
 from ..report import Decision, Report, format_bytes, total_counts
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -78,7 +79,7 @@ def report(out: Console, found: Report, header: str) -> None:
     if saving := kinds(found):
         out.print(_weights(saving, found.bytes_saved_per_rank))
     if found.skipped:
-        out.print(_skips(found))
+        _skips(out, found)
 
 
 def _patterns(found: Report, header: str) -> Table:
@@ -115,9 +116,20 @@ def _weights(saving: list[Kind], total: int) -> Table:
     return table("Weights of one rank", head, rows)
 
 
-def _skips(found: Report) -> Table:
-    rows = [(r.pattern, r.count, r.category, r.example) for r in reasons(found.decisions)]
-    return table("Skipped", ("!pattern", ">sites", "reason", "for example"), rows)
+def _skips(out: Console, found: Report) -> None:
+    """What stays as it is, by reason; skips that leave nothing to do are only counted."""
+    done = settled(found)
+    known = {id(d) for d in done}
+    left = [d for d in found.decisions if id(d) not in known]
+    rows = [(r.pattern, r.count, r.category, r.example) for r in reasons(left)]
+    if rows:
+        out.print(table("Skipped", ("!pattern", ">sites", "reason", "for example"), rows))
+    if done:
+        own = sum(d.reason.startswith("already sharded") for d in done)
+        out.print(
+            f"Skipped with nothing to do: {len(done)} ({own} already sharded by the model, "
+            f"{len(done) - own} rewritten by another pattern; --json lists them)."
+        )
 
 
 def traffic(before: Traffic, after: Traffic) -> Table:
@@ -153,3 +165,46 @@ def boundaries(found: Report, pattern: str = "pp_send") -> Table:
     ]
     head = ("tensor", ">before", ">after", "M is the global tokens")
     return table("Pipeline boundary: bytes of one rank a step", head, rows)
+
+
+def budget(held: Budget) -> Table:
+    """Memory of one rank before and after, and the tokens of KV cache that are left."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name, size in held.weights.items():
+        saved = held.saved.get(name, 0)
+        rows.append((name, weight_bytes(size), weight_bytes(size - saved), _less(-saved)))
+    rows.append(
+        (
+            "weights",
+            weight_bytes(held.before),
+            weight_bytes(held.after),
+            _less(held.after - held.before),
+        )
+    )
+    rows.append(
+        ("gathered weights", "-", weight_bytes(held.workspaces), _less(held.workspaces, "+"))
+    )
+    reserve = weight_bytes(held.serving.reserve)
+    rows.append(("reserve", reserve, reserve, "-"))
+    before, after = held.cache(False), held.cache(True)
+    rows.append(("KV cache", _room(before), _room(after), _less(after - before, "+")))
+    tokens = (held.tokens(False), held.tokens(True))
+    gain = "-" if held.gain is None else f"{100 * held.gain:+.1f} %"
+    rows.append(("tokens of KV cache", f"{tokens[0]:,}", f"{tokens[1]:,}", gain))
+    serving = held.serving
+    title = (
+        f"Memory of one rank: {serving.utilization:g} of {gib(serving.capacity)} GiB, "
+        f"{serving.sequences} sequences of {held.per_sequence / MIB:.1f} MiB"
+    )
+    return table(title, ("", ">before", ">after", ">difference"), rows)
+
+
+def _less(difference: int, sign: str = "") -> str:
+    if not difference:
+        return "-"
+    shown = weight_bytes(abs(difference))
+    return f"-{shown}" if difference < 0 else f"{sign}{shown}"
+
+
+def _room(size: int) -> str:
+    return weight_bytes(size) if size >= 0 else f"{weight_bytes(-size)} too little"

@@ -18,6 +18,7 @@ from ..errors import SPError
 from ..graph.collectives import count
 from ..graph.traffic import bytes_sent
 from ..models import KimiK3Config, KimiK3Model, load_config
+from ..models.stages import layers_of, rewrite_stage, trace_stage
 from ..report import Decision, Report
 
 
@@ -124,6 +125,25 @@ def rewrite_rank(traced: Traced, config: SPConfig, name: str) -> Report:
     return report
 
 
+def trace_stage_of_rank(
+    config: KimiK3Config, tp_size: int, tokens: int, pp_size: int, stage: int
+) -> Traced:
+    """The graph that one rank of one pipeline stage runs; all tokens cross its boundaries."""
+    start = time.perf_counter()
+    graph = trace_stage(config, tp_size, pp_size, stage, tokens)
+    seconds = time.perf_counter() - start
+    layers = len(layers_of(config, pp_size, stage))
+    return Traced(graph, len(graph.graph.nodes), seconds, tp_size, tokens, layers)
+
+
+def rewrite_stage_of_rank(
+    traced: Traced, config: KimiK3Config, options: SPConfig, pp_size: int, stage: int
+) -> Report:
+    """Rewrite a graph of ``trace_stage_of_rank``; ``options`` gives patterns and ``strict``."""
+    names, strict = options.patterns, options.strict
+    return rewrite_stage(traced.graph, config, traced.tp_size, pp_size, stage, names, strict)
+
+
 def kinds(report: Report) -> list[Kind]:
     """Sites that save bytes, by name without layer numbers (``layers.*.mlp``), most first."""
     found: dict[tuple[str, str], list[Decision]] = {}
@@ -131,7 +151,13 @@ def kinds(report: Report) -> list[Kind]:
         if d.bytes_saved_per_rank:
             found.setdefault((d.pattern, _without_numbers(d.name)), []).append(d)
     made = [
-        Kind(pattern, name, len(sites), _whole(sites, report.tp_size), _saved(sites, report))
+        Kind(
+            pattern,
+            name,
+            len(sites),
+            _whole(sites, report.shard_size or report.tp_size),
+            _saved(sites, report),
+        )
         for (pattern, name), sites in found.items()
     ]
     return sorted(made, key=lambda kind: -kind.saved)
@@ -170,6 +196,19 @@ def reasons(decisions: Iterable[Decision]) -> list[Reason]:
             number[key] += 1
             example.setdefault(key, f"{d.name}: {d.reason}")
     return [Reason(p, c, n, example[p, c]) for (p, c), n in number.most_common()]
+
+
+def settled(report: Report) -> list[Decision]:
+    """Skips that leave nothing to do, as ``strict`` sees it.
+
+    The model shards a weight of the site itself, or other sites shard all of them.
+    """
+    sharded = {w for d in report.applied if d.bytes_saved_per_rank for w in d.weights}
+    return [
+        d
+        for d in report.skipped
+        if d.reason.startswith("already sharded") or (d.weights and sharded.issuperset(d.weights))
+    ]
 
 
 def _category(reason: str) -> str:

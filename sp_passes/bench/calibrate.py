@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a machine for the cost model, on 1 to N ranks.
+
+    python -m sp_passes.bench.calibrate OUT.json [--ranks N] [--base PROFILE]
+
+On CUDA: captured graphs, medians, one rank a GPU, NCCL. On a CPU the same steps run at toy sizes
+over gloo: a rehearsal whose numbers describe that CPU. What a machine cannot show (collectives
+on one rank, copies between GPUs, the network) comes from the base profile, and its source says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import SPError
+from ..ops import unfused
+from ..policy.hardware import KINDS, parse, raw
+from ..ranks import run_ranks, tell
+from . import timing
+
+# Wide and long as Kimi-K3's projections; rows that span decode steps to prefill.
+WIDTH, DEPTH = 6288, 7168
+ROWS = (256, 2048, 8192, 16384)
+SIZES = tuple(1 << e for e in range(16, 29, 2))
+TOY_WIDTH, TOY_DEPTH, TOY_ROWS = 384, 512, (64, 256, 512)
+TOY_SIZES = tuple(1 << e for e in range(12, 21, 2))
+COPIES = 4
+
+Call = Callable[[], Any]
+
+
+class Machine:
+    """One rank's device and group, and how calls are timed on it."""
+
+    def __init__(self, rank: int, ranks: int, pg: Any = None) -> None:
+        self.on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+        self.ranks = ranks
+        if self.on_gpu:
+            torch.cuda.set_device(rank)
+        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.pg: Any = pg or dist.group.WORLD
+        if self.on_gpu and ranks > 1 and pg is None:
+            self.pg = dist.new_group(backend="nccl")
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(self.dtype)
+
+    def us(self, calls: Sequence[Call], rounds: int = 10) -> float:
+        """Median µs of one of ``calls``."""
+        if self.on_gpu:
+            return timing.replay_us(calls, rounds)
+        times = []
+        for i in range(rounds + 1):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            if i:
+                times.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(times) / len(calls)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
+
+    def capacity(self) -> float:
+        if self.on_gpu:
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def measure(rank: int, ranks: int, base: Any, name: str | None, pg: Any = None) -> dict[str, Any]:
+    """This machine's profile; rank 0's is the one to keep.
+
+    Args:
+        rank, ranks: this rank, and all of them, a GPU each.
+        base: JSON of the profile that gives what is not measured.
+        name: of the profile; None: the device's.
+        pg: the ranks' group; None: all processes.
+    """
+    machine = Machine(rank, ranks, pg)
+    what = f"measured {date.today().isoformat()} by sp-passes calibrate on {machine.name}"
+    profile = {**base, "sources": dict.fromkeys(base["sources"], f"not measured: {base['name']}")}
+    sources = profile["sources"]
+    profile["name"] = name or machine.name.lower().replace(" ", "-")
+    profile["capacity"] = machine.capacity()
+    tell("products")
+    profile |= _products(machine)
+    sources |= dict.fromkeys(("capacity", "hbm", "rates", "launch_us", "ramp_us"), what)
+    if ranks > 1:
+        tell("collectives")
+        profile["collectives"] = _collectives(machine)
+        sources |= {f"collectives.{kind}": f"{what}, {ranks} ranks" for kind in KINDS}
+        profile["one_shot"] = None
+        sources["one_shot"] = "none: the collectives above are all that ran"
+    if rank == 0 and machine.on_gpu and ranks > 1:
+        tell("copies")
+        profile["copy_engine"] = _copies(machine)
+        sources["copy_engine"] = what
+    if ranks > 1:
+        dist.barrier(group=machine.pg)
+    profile["ranks_per_node"] = max(ranks, int(base["ranks_per_node"]))
+    return profile
+
+
+def _products(machine: Machine) -> dict[str, Any]:
+    """``launch_us``, ``hbm``, ``rates`` and ``ramp_us``, in that order: each needs those before."""
+    wide, deep = (WIDTH, DEPTH) if machine.on_gpu else (TOY_WIDTH, TOY_DEPTH)
+    x, small = machine.draw(8, 128), machine.draw(128, 128)
+    launch = machine.us([partial(torch.matmul, x, small)] * 20)
+    weights = [machine.draw(2 * wide, deep) for _ in range(COPIES)]
+    few = machine.draw(8, deep)
+    spent = machine.us([partial(torch.matmul, few, w.t()) for w in weights])
+    size = weights[0].numel() * weights[0].element_size()
+    hbm = size / max(spent - launch, spent / 2) * 1e6
+    found = {}
+    weight = weights[0][:wide]
+    for rows in ROWS if machine.on_gpu else TOY_ROWS:
+        x = machine.draw(rows, deep)
+        found[rows] = machine.us([partial(torch.matmul, x, weight.t())] * 2, 5)
+    least, *larger = found
+    points = [[_flop(m, wide, deep), _rate(m, found, launch, wide, deep)] for m in larger]
+    ideal = _flop(least, wide, deep) / points[0][1] * 1e6
+    ramp = max(0.0, found[least] - launch - max(ideal, size / 2 / hbm * 1e6))
+    return {"launch_us": launch, "hbm": hbm, "rates": points, "ramp_us": ramp}
+
+
+def _flop(rows: int, wide: int, deep: int) -> float:
+    return 2.0 * rows * wide * deep
+
+
+def _rate(rows: int, found: dict[int, float], launch: float, wide: int, deep: int) -> float:
+    spent = found[rows]
+    return _flop(rows, wide, deep) / max(spent - launch, spent / 2) * 1e6
+
+
+def _collectives(machine: Machine) -> dict[str, list[list[float]]]:
+    """``[bytes, µs]`` of each kind, of what the unfused ops run."""
+    n, pg = machine.ranks, machine.pg
+    out: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+    for size in SIZES if machine.on_gpu else TOY_SIZES:
+        count = size // machine.draw(1).element_size() // (n * 128) * n
+        whole = machine.draw(max(n, count), 128)
+        own = whole[: whole.shape[0] // n].clone()
+        total = float(whole.numel() * whole.element_size())
+        arriving = total * (n - 1) / n
+        calls: dict[str, tuple[float, Call]] = {
+            "all_gather": (arriving, partial(unfused.all_gather, own, pg, n)),
+            "reduce_scatter": (arriving, partial(unfused.reduce_scatter, whole, pg, n)),
+            "all_reduce": (total, partial(dist.all_reduce, whole, group=pg)),
+        }
+        for kind, (counted, call) in calls.items():
+            out[kind].append([counted, machine.us([call] * 4, 5)])
+    return out
+
+
+def _copies(machine: Machine) -> dict[str, float]:
+    """A copy to the next GPU by the copy engine: two sizes give latency and rate."""
+    times = []
+    for count in (1 << 20, 1 << 28):
+        src = torch.empty(count, dtype=torch.uint8, device="cuda:0")
+        dst = torch.empty(count, dtype=torch.uint8, device="cuda:1")
+        dst.copy_(src)
+        rounds = []
+        for _ in range(10):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(COPIES):
+                dst.copy_(src, non_blocking=True)
+            end.record()
+            end.synchronize()
+            rounds.append(start.elapsed_time(end) * 1e3 / COPIES)
+        times.append((count, statistics.median(rounds)))
+    (few, quick), (many, slow) = times
+    rate = (many - few) / (slow - quick) * 1e6
+    return {"bytes_per_s": rate, "latency_us": max(0.0, quick - few / rate * 1e6)}
+
+
+def calibrate(ranks: int | None, base: str, name: str | None, say: Any = None) -> dict[str, Any]:
+    """The profile of this machine, checked.
+
+    Args:
+        ranks: local ranks; None: one for each GPU, or two on a CPU.
+        base: profile that gives what is not measured.
+        name: of the profile.
+        say: called with a word on where it is.
+
+    Raises:
+        SPError: fewer than one rank, or more than there are GPUs.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = ranks if ranks is not None else max(1, gpus) if gpus else 2
+    if count < 1:
+        raise SPError(f"--ranks {count}: needs at least 1")
+    if gpus and count > gpus:
+        raise SPError(f"--ranks {count}: this machine has {gpus} GPUs; give 1 to {gpus}")
+    notify = None if say is None else lambda rank, text: say(text) if rank == 0 else None
+    profile = run_ranks(measure, count, raw(base), name, timeout=300, notify=notify)[0]
+    parse(profile, "calibrate")
+    return profile
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="sp_passes.bench.calibrate")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--base", default="h200")
+    parser.add_argument("--name")
+    given = parser.parse_args()
+    profile = calibrate(given.ranks, given.base, given.name, print)
+    given.out.write_text(json.dumps(profile, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(profile, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
