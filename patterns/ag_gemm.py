@@ -122,7 +122,7 @@ def check(ctx: Context, site: Site) -> str | None:
     why = foreign(gather, ctx.config.group_name, ctx.tp_size)
     if why is not None:
         return why
-    unfit = {r.node: _unfit(match, r) for r in match.readers}
+    unfit = {r.node: _unknown(ctx, r) or _unfit(match, r) for r in match.readers}
     if all(unfit.values()):
         return next(iter(unfit.values()))
     match.readers = [r for r in match.readers if unfit[r.node] is None]
@@ -130,6 +130,14 @@ def check(ctx: Context, site: Site) -> str | None:
     site.nodes = tuple(r.node for r in match.readers)
     site.weights = tuple(dict.fromkeys(r.weight for r in match.readers))
     site.fused = {"all_gather": 1}
+    return None
+
+
+def _unknown(ctx: Context, reader: Linear) -> str | None:
+    """Whether no placement is known of a product of known rows: its weights do not fit."""
+    product = ctx.state(reader.node)
+    if product.placement is None and ctx.state(reader.x).placement is not None:
+        return f"product unknown: {product.reason}"
     return None
 
 

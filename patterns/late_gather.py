@@ -5,7 +5,9 @@
   ⇒ x[S0] ─ norm ─ cast to a smaller dtype ─ all_gather ─ z[R]
 
 Each rank then works on its own rows only, and the gather carries the smaller dtype. Done
-where one value is gathered instead of one, and its rows are no wider. Which ops are
+where one value is gathered instead of one, and its rows are no wider; and for a quantisation,
+which gives numbers of a smaller dtype and scales, where both together are narrower than what
+was gathered. Which ops are
 row-wise is read from their placement rules. Projections with whole weights are row-wise
 as well, but their weights are sharded at the same time: ``latent_projection`` moves them.
 """
@@ -58,31 +60,45 @@ NO_ROW_COUNT = {
 
 @dataclass
 class Match:
-    """``nodes`` follow ``gather`` and come together in the last of them."""
+    """``nodes`` follow ``gather``; of ``ends`` among them all rows are needed."""
 
     gather: Collective
     nodes: list[fx.Node]
+    ends: list[fx.Node]
 
 
 # --- find -------------------------------------------------------------------------------
 
 
 def find(ctx: Context) -> Iterator[Site]:
-    """Every token gather whose row-wise users end in one value of at most its width."""
+    """Every token gather whose row-wise users end in values of no more than its width."""
     for gather in collectives(ctx.graph):
         if gather.kind != "all_gather" or gather.dim != 0 or foreign(gather, *ctx.group):
             continue
         if ctx.state(gather.x).placement != S0 or not ctx.state(gather.result).is_replicate:
             continue
-        nodes = _row_wise_users(ctx, gather)
-        if nodes and _row(nodes[-1]) <= _row(gather.result):
+        nodes, ends = _row_wise_users(ctx, gather)
+        if nodes and _is_narrower(gather, ends):
             inputs = [n for node in nodes for n in node.all_input_nodes if params.is_weight(n)]
             weights = tuple(dict.fromkeys(inputs)) or (nodes[-1],)
-            yield Site(NAME, (gather.result, *nodes), Match(gather, nodes), weights, needed=False)
+            match = Match(gather, nodes, ends)
+            yield Site(NAME, (gather.result, *nodes), match, weights, needed=False)
 
 
-def _row_wise_users(ctx: Context, gather: Collective) -> list[fx.Node]:
-    """All that is computed from the gathered rows up to one value; empty if there is none."""
+def _is_narrower(gather: Collective, ends: list[fx.Node]) -> bool:
+    """Whether it pays to gather ``ends``: several only where the main one is quantised."""
+    before, after = _row(gather.result), sum(map(_row, ends))
+    if len(ends) == 1:
+        return after <= before
+    main = max(ends, key=_row)
+    return after < before and dtype(main).itemsize < dtype(gather.result).itemsize
+
+
+def _row_wise_users(ctx: Context, gather: Collective) -> tuple[list[fx.Node], list[fx.Node]]:
+    """All that is computed row by row from the gathered rows, and where it ends.
+
+    Nothing where the rows themselves are needed.
+    """
     local: dict[fx.Node, State] = {gather.result: shard(0)}
     op = Op(ChainMap(local, ctx.states), ctx.tp_size)  # type: ignore[arg-type]
     todo = sorted(gather.result.users, key=_position)
@@ -95,7 +111,7 @@ def _row_wise_users(ctx: Context, gather: Collective) -> list[fx.Node]:
         nodes.append(node)
         todo = sorted({*todo, *node.users}, key=_position)
     ends = [n for n in local if any(user not in local for user in n.users)]
-    return nodes if nodes and ends == nodes[-1:] else []
+    return ([], []) if gather.result in ends else (nodes, ends)
 
 
 def _position(node: fx.Node) -> int:
@@ -137,8 +153,9 @@ def _row(node: fx.Node) -> float:
 
 
 def check(ctx: Context, site: Site) -> str | None:
-    """One gather for another: nothing can speak against it."""
-    site.collectives_added = site.collectives_removed = {"all_gather": 1}
+    """Fewer bytes, or as many of less work: nothing can speak against it."""
+    site.collectives_added = {"all_gather": len(site.match.ends)}
+    site.collectives_removed = {"all_gather": 1}
     return None
 
 
@@ -155,8 +172,11 @@ def rewrite(ctx: Context, site: Site) -> None:
             new = ctx.graph.node_copy(node, lambda n: made.get(n) or ctx.now(n))
         copy_origin(new, node)
         made[node] = set_value(new, mode)
-    last = match.nodes[-1]
-    with ctx.graph.inserting_before(last):
-        result = ctx.emit(ops.all_gather.default, (made[last], *ctx.group), last)
-    ctx.replace(last, result)
-    ctx.erase(last)
+    for end in match.ends:
+        with ctx.graph.inserting_before(end):
+            whole = ctx.emit(ops.all_gather.default, (made[end], *ctx.group), end)
+        for user in [u for u in end.users if u not in made]:
+            user.replace_input_with(end, whole)
+        ctx.replaced[end] = whole
+    for node in reversed(match.nodes):
+        ctx.erase(node)

@@ -7,7 +7,8 @@ Tokens whole on every rank (R): each rank computes its part of the output featur
   ⇒ x[R] ─ gemm_gather(W rows/tp) ─ z[R]
 
 Tokens sharded (S0): what travels, the tokens in (columns) or the products out (rows), is
-chosen by the bytes moved, over all projections of the same rows together.
+chosen over all projections of the same rows together: by the cost model where a token range
+is given, else by the bytes moved.
 
     x[S0] ─ linear(W) ─ z[S0]
   ⇒ x[S0] ─ ag_gemm(W rows/tp) ─ feature_to_token ─ z[S0]                        columns
@@ -21,6 +22,12 @@ An all-gather that feeds nothing but such projections moves behind them where z 
 
 The features are cut as one segment, whatever the weight merges: rank r's features come back
 to where rank r's rows lie in the weight, so that q_a and kv_a need not divide one by one.
+A weight that merges whole matrices with sharded ones (latent projections and a tensor-parallel
+gate, declared by ``declare_segments``) is cut, proven and gathered in its whole part only:
+
+    x[R] ─ linear(W[whole, own]) ─ z[R, S1]
+  ⇒ x[R] ─ gemm_gather(W[whole/tp, own]) ─ z[R, S1]                            in part
+
 A cast that widens x is done after x has travelled. A linear of an MLP is left to
 ``replicated_mlp``.
 """
@@ -28,7 +35,7 @@ A cast that widens x is done after x has travelled. A linear of an MLP is left t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +43,13 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from sp_passes import policy
 from sp_passes.graph import params
 from sp_passes.graph.collectives import Collective, foreign, token_gather
 from sp_passes.graph.linears import Linear
 from sp_passes.graph.values import args, dtype, is_tensor, nbytes, shape
 from sp_passes.layout import ShardLayout
+from sp_passes.policy import Work
 from sp_passes.site import Context, Site
 
 ORDER = 10
@@ -81,10 +90,16 @@ class Match:
 
 
 def find(ctx: Context) -> Iterator[Site]:
-    """Every linear whose weight is whole."""
+    """Every linear whose weight is whole, or a part of it."""
     groups: dict[fx.Node, Group] = {}
     for linear in ctx.linears.values():
-        if not ctx.state(linear.weight).is_replicate or not linear.node.users:
+        state = ctx.state(linear.weight)
+        if not linear.node.users:
+            continue
+        if state.runs is not None:
+            match = Match(linear, Group(linear.x, None, form="in part"))
+            yield Site(NAME, (linear.node,), match, (linear.weight,), claims=False)
+        if not state.is_replicate:
             continue
         rows = _before_widening(linear.x)
         gather = token_gather(rows)
@@ -122,7 +137,9 @@ def check(ctx: Context, site: Site) -> str | None:
     linear = match.linear
     if ctx.tp_size == 1:
         return "one rank: there is nothing to shard at tp_size 1"
-    why = _tokens(ctx, linear) or _dtypes(linear) or _bias(ctx, linear)
+    if ctx.shard_size != ctx.tp_size:
+        return f"shard group: lone projections are not sharded over parts of {ctx.shard_size} ranks"
+    why = _tokens(ctx, linear) or _dtypes(linear) or _bias(ctx, linear) or _parted(ctx, linear)
     if why is not None:
         return why
     if not match.group.form:
@@ -135,7 +152,7 @@ def check(ctx: Context, site: Site) -> str | None:
     _account(ctx, site)
     mixed = [n for n in (linear.x, linear.bias) if n is not None and ctx.state(n).is_replicate]
     site.proven = ctx.weights_behind(mixed, site.shards)
-    saved = nbytes(linear.weight) // ctx.tp_size * (ctx.tp_size - 1)
+    saved = site.shards[linear.weight].freed(nbytes(linear.weight), ctx.tp_size)
     if saved < site.row_bytes:
         return (
             f"too small: {params.fqn(linear.weight)} would save {saved} bytes, and move "
@@ -168,22 +185,62 @@ def _dtypes(linear: Linear) -> str | None:
 def _bias(ctx: Context, linear: Linear) -> str | None:
     if linear.bias is None or ctx.state(linear.bias).is_replicate:
         return None
+    if (runs := ctx.state(linear.bias).runs) and runs == ctx.state(linear.weight).runs:
+        return None
     return f"bias sharded: {params.fqn(linear.bias)} is {ctx.state(linear.bias)}"
 
 
+def _parted(ctx: Context, linear: Linear) -> str | None:
+    """What a weight that is whole in part needs besides."""
+    weight, product = ctx.state(linear.weight), ctx.state(linear.node)
+    if weight.runs is None:
+        return None
+    name = params.fqn(linear.weight)
+    if weight.dim != linear.out_dim:
+        return f"merged along inputs: {name} is {weight}; needs its output features declared"
+    if not ctx.state(linear.x).is_replicate:
+        return f"tokens sharded: each rank has a part of {name}, so {linear.x.name} must be whole"
+    return f"product unknown: {product.reason}" if product.placement is None else None
+
+
 def _choose(ctx: Context, group: Group) -> None:
-    """The form that moves the fewest bytes for all projections of the group."""
+    """The form for all projections of the group: the quickest where a token range is given,
+    else the one that moves the fewest bytes."""
     mine = [one for one in group.readers if one.node not in ctx.owners]
     group.members = len(mine)
-    tp, x_bytes = ctx.tp_size, _row(group.rows)
-    out = sum(_row(one.node) for one in mine)
-    if ctx.state(mine[0].x).is_replicate:
-        late = _feeds_only(group, mine) and x_bytes / tp + 2 * out < x_bytes + out
-        group.form = "late rows" if late else "gather"
-        return
-    group.gathered = _gathered_anyway(ctx, group)
-    columns = (0 if group.gathered else x_bytes) + out / tp
-    group.form = "columns" if columns <= x_bytes / tp + out else "rows"
+    works = _works(ctx, group, mine)
+    if ctx.config.token_range is not None:
+        group.form = policy.quickest(works, ctx.config)
+    else:
+        group.form = min(works, key=lambda form: sum(n for _, n in works[form].collectives))
+
+
+def _works(ctx: Context, group: Group, mine: list[Linear]) -> dict[str, Work]:
+    """What the group would do in each form it can take; the simpler form first."""
+    tp, x, outs = ctx.tp_size, _row(group.rows), [_row(one.node) for one in mine]
+    rows = [("all_to_all", x / tp), *(("reduce_scatter", out) for out in outs)]
+    if not ctx.state(mine[0].x).is_replicate:
+        group.gathered = _gathered_anyway(ctx, group)
+        once = [] if group.gathered else [("all_gather", x)]
+        columns = [*once, *(("all_to_all", out / tp) for out in outs)]
+        return {"columns": _work(mine, "out", columns), "rows": _work(mine, "in", rows)}
+    late = [*rows, *(("all_gather", out) for out in outs)]
+    gather = [("all_gather", out) for out in outs]
+    if not _feeds_only(group, mine):
+        return {"gather": _work(mine, "out", gather)}
+    gather = [("all_gather", x), *gather]
+    return {"gather": _work(mine, "out", gather), "late rows": _work(mine, "in", late)}
+
+
+def _work(linears: list[Linear], cut: str, moved: Sequence[tuple[str, float]]) -> Work:
+    """Products on a part of each weight, and ``(collective, bytes of a token's row)``."""
+    products = tuple(policy.Linear(one.out_features, one.in_features, cut) for one in linears)
+    return Work(
+        linears=products,
+        weight_bytes=sum(nbytes(one.weight) for one in linears),
+        collectives=tuple(moved),
+        item=dtype(linears[0].weight).itemsize,
+    )
 
 
 def _feeds_only(group: Group, linears: list[Linear]) -> bool:
@@ -209,9 +266,16 @@ def _row(node: fx.Node) -> int:
     return features * dtype(node).itemsize
 
 
+def _layout(ctx: Context, linear: Linear, form: str) -> ShardLayout:
+    if form.endswith("rows"):
+        return ShardLayout(linear.in_dim, (linear.in_features,))
+    runs = ctx.state(linear.weight).runs or ((linear.out_features, True),)
+    kept = tuple(i for i, (_, whole) in enumerate(runs) if not whole)
+    return ShardLayout(linear.out_dim, tuple(n for n, _ in runs), kept)
+
+
 def _divisible(ctx: Context, linear: Linear, form: str) -> bool:
-    cut = linear.in_features if form.endswith("rows") else linear.out_features
-    return cut % ctx.tp_size == 0
+    return _layout(ctx, linear, form).indivisible(ctx.tp_size) is None
 
 
 def _other(ctx: Context, match: Match) -> str:
@@ -222,7 +286,9 @@ def _other(ctx: Context, match: Match) -> str:
 def _indivisible(ctx: Context, match: Match) -> str:
     linear = match.linear
     what = f"{linear.out_features} output"
-    if match.group.form != "gather":
+    if match.group.form == "in part":
+        what = f"{_layout(ctx, linear, match.form).indivisible(ctx.tp_size)} whole output"
+    elif match.group.form != "gather":
         what = f"neither {what} nor {linear.in_features} input"
     name = params.fqn(linear.weight)
     return f"not divisible: {what} features of {name} by tp_size {ctx.tp_size}"
@@ -233,17 +299,16 @@ def _account(ctx: Context, site: Site) -> None:
     match: Match = site.match
     linear, group, form, tp = match.linear, match.group, match.form, ctx.tp_size
     rows, out = _row(group.rows), _row(linear.node)
-    if form.endswith("rows"):
-        site.shards = {linear.weight: ShardLayout(linear.in_dim, (linear.in_features,))}
-    else:
-        site.shards = {linear.weight: ShardLayout(linear.out_dim, (linear.out_features,))}
-        if _fused_bias(linear) is not None:
-            site.shards[_fused_bias(linear)] = ShardLayout(0, (linear.out_features,))
+    layout = _layout(ctx, linear, form)
+    site.shards = {linear.weight: layout}
+    if not form.endswith("rows") and _fused_bias(linear) is not None:
+        site.shards[_fused_bias(linear)] = ShardLayout(0, layout.segments, layout.kept)
     site.weights = tuple(site.shards)
     site.shared = int(form == "columns" and group.gathered)
     site.tokens_whole = ctx.state(linear.x).is_replicate
     added, site.row_bytes = {
         "gather": (("all_gather",), out),
+        "in part": (("all_gather",), out * layout.cut_size / layout.size),
         "columns": (("all_gather", "all_to_all"), (0 if group.gathered else rows) + out / tp),
         "rows": (("all_to_all", "reduce_scatter"), rows / tp + out),
         "late rows": (
@@ -316,4 +381,10 @@ def _parts(site: Site) -> tuple[Linear, fx.Node, str]:
     return linear, linear.weight, str(site.shards[linear.weight])
 
 
-_FORMS = {"gather": _gather, "columns": _columns, "rows": _rows, "late rows": _late_rows}
+_FORMS = {
+    "gather": _gather,
+    "in part": _gather,
+    "columns": _columns,
+    "rows": _rows,
+    "late rows": _late_rows,
+}

@@ -32,7 +32,17 @@ from sp_passes.graph.values import args, copy_origin, fake_mode, set_value, shap
 from sp_passes.placement.sizes import equal
 from sp_passes.policy import Hardware
 from sp_passes.site import Context, Site
-from sp_passes.token_stream import SIZED, Stream, follow, row_bytes, takes_own_rows, was_own
+from sp_passes.token_stream import (
+    BUFFERS,
+    SIZED,
+    Stream,
+    buffer,
+    follow,
+    row_bytes,
+    rows_of,
+    takes_own_rows,
+    was_own,
+)
 
 ORDER = 15
 NAME = "sequence_parallel"
@@ -166,19 +176,30 @@ class _Rewriter:
         x = self.ctx.now(found.x)
         rows = shape(x)[0]
         if static(rows) is None or rows % self.ctx.tp_size:
-            pad = self._padding(x)
+            pad = self._padding(x, found.x)
             zeros = [0, 0] * (len(shape(x)) - 1)
             x = self.ctx.emit(aten.constant_pad_nd.default, (x, [*zeros, 0, pad], 0.0), x)
         return self.ctx.emit(ops.reduce_scatter.default, (x, *self.ctx.group), found.node)
 
-    def _padding(self, x: fx.Node) -> Any:
+    def _padding(self, x: fx.Node, old: fx.Node) -> Any:
         """Rows that are missing to a multiple of tp_size."""
         known = static(shape(x)[0])
         if known is not None:
             return -known % self.ctx.tp_size
-        rows = self.ctx.emit(aten.sym_size.int, (x, 0), x)
+        rows = self._rows(old, x)
         minus = self.ctx.emit(operator.neg, (rows,), x)
         return self.ctx.emit(operator.mod, (minus, self.ctx.tp_size), x)
+
+    def _rows(self, addend: fx.Node, origin: fx.Node) -> fx.Node:
+        """How many rows an addend of a sum has, where that is a symbol.
+
+        Read off what the addend is a product of, if it is one: one that something else reads,
+        be it its size, cannot be fused with the sum.
+        """
+        linear = self.ctx.linears.get(addend)
+        if linear is not None and equal(shape(linear.x)[0], shape(addend)[0]):
+            addend = linear.x
+        return self.ctx.emit(aten.sym_size.int, (self.ctx.now(addend), 0), origin)
 
     def _own(self, node: fx.Node) -> fx.Node:
         """``node`` on own rows."""
@@ -187,20 +208,22 @@ class _Rewriter:
         cuts = self.stream.cuts.get(node, ())
         for whole in cuts:
             if whole not in self.cut:
-                given = (self.ctx.now(whole), *self.ctx.group)
-                self.cut[whole] = self.ctx.emit(ops.token_shard.default, given, node)
+                self.cut[whole] = self._cut(whole, node)
         here = {**{n: self.cut[n] for n in cuts}, **self.made}
         new = self.graph.node_copy(node, lambda n: here.get(n) or self.ctx.now(n))
         if node.target in SIZED:
             source, sizes, *rest = args(new)
-            own = static(shape(source)[0])
-            rows: Any = own
-            if own is None:
-                with self.graph.inserting_before(new):
-                    rows = self.ctx.emit(aten.sym_size.int, (source, 0), node)
-            new.args = (source, [rows, *sizes[1:]], *rest)
+            new.args = (source, [rows_of(self.ctx, source, new), *sizes[1:]], *rest)
         copy_origin(new, node)
         return set_value(new, self.mode)
+
+    def _cut(self, whole: fx.Node, node: fx.Node) -> fx.Node:
+        """Own rows of a whole value that ``node`` reads; of a buffer, one of as many rows."""
+        if whole.target in BUFFERS:
+            source = next(self.made[n] for n in node.all_input_nodes if n in self.made)
+            return buffer(self.ctx, whole, rows_of(self.ctx, source, node), node)
+        given = (self.ctx.now(whole), *self.ctx.group)
+        return self.ctx.emit(ops.token_shard.default, given, node)
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """All rows of ``node``, without those that were padded."""
@@ -214,6 +237,5 @@ class _Rewriter:
         end: Any = rows
         if end is None:
             first = next(n for n in self.stream.sums if equal(shape(n)[0], shape(node)[0]))
-            source = self.ctx.now(self.stream.sums[first].x)
-            end = self.ctx.emit(aten.sym_size.int, (source, 0), node)
+            end = self._rows(self.stream.sums[first].x, node)
         return self.ctx.emit(aten.slice.Tensor, (found, 0, 0, end), node)

@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from . import passes, residents, stages, store, weights
 from .backend import TOKENS, Backend
 from .config import SPConfig
-from .declare import declared_placement
+from .declare import Declared, declared_placement
 from .errors import SPError
 from .graph import boundaries, params
+from .layout import ShardLayout
 from .placement import input_states
 from .report import Report, merge
 
@@ -26,7 +27,7 @@ from .report import Report, merge
 def rewrite(
     graph_module: fx.GraphModule,
     config: SPConfig,
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Declared] | None = None,
     *,
     tokens: str = "sharded",
 ) -> Report:
@@ -73,7 +74,7 @@ def compile(
     config: SPConfig,
     *,
     tokens: str = "sharded",
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Declared] | None = None,
     **torch_compile_kwargs: Any,
 ) -> CompiledModule:
     """``torch.compile(module)`` with the rewrites; inference only.
@@ -220,14 +221,14 @@ def _refuse_gradients(args: Any, kwargs: Any) -> None:
         )
 
 
-def _declared(module: nn.Module) -> tuple[tuple[str, Placement], ...]:
+def _declared(module: nn.Module) -> tuple[tuple[str, Declared], ...]:
     """What the module says of its weights, by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     found = ((name, declared_placement(tensor)) for name, tensor in named)
     return tuple((name, placement) for name, placement in found if placement is not None)
 
 
-def _known_names(module: nn.Module, placements: Mapping[str, Placement] | None) -> None:
+def _known_names(module: nn.Module, placements: Mapping[str, Declared] | None) -> None:
     import inspect
 
     signature = inspect.signature(module.forward).parameters
@@ -240,7 +241,8 @@ def _known_names(module: nn.Module, placements: Mapping[str, Placement] | None) 
                 f"placements names {name!r}, which is neither an argument of forward "
                 f"({', '.join(signature)}) nor a weight"
             )
-        _need(placement, Placement)
+        if not isinstance(placement, ShardLayout):
+            _need(placement, Placement)
 
 
 def _need(value: Any, kind: type) -> None:

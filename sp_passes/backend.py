@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.tensor.placement_types import Placement
 
 from . import _private, passes, residents, store
 from .config import SPConfig
-from .declare import declared_placement
+from .declare import Declared, declared_placement
 from .errors import SPError
 from .graph import params
 from .graph.linears import registrations
@@ -42,7 +41,7 @@ class Input:
 
     name: str
     weight: bool
-    placement: Placement | None
+    placement: Declared | None
     use: str | None = None
 
 
@@ -120,10 +119,10 @@ class SequenceParallelPass(_private.CustomGraphPass):
         own = [self.config.digest(), self.config.tp_rank, self.tokens, self.inputs is None]
         return [hashlib.sha256(repr([own, rows, known]).encode()).hexdigest(), first]
 
-    def _mark_inputs(self, graph: fx.Graph) -> dict[fx.Node, Placement]:
+    def _mark_inputs(self, graph: fx.Graph) -> dict[fx.Node, Declared]:
         """Mark the weights; returns the activations whose placement is known."""
         static = _private.static_inputs() or []
-        placed: dict[fx.Node, Placement] = {}
+        placed: dict[fx.Node, Declared] = {}
         for at, node in enumerate(graph.find_nodes(op="placeholder")):
             index = _private.input_position(node, at)
             if self.inputs is None:
@@ -139,7 +138,7 @@ class SequenceParallelPass(_private.CustomGraphPass):
         return placed
 
 
-def input_states_of(placed: Mapping[fx.Node, Placement]) -> dict[fx.Node, Any]:
+def input_states_of(placed: Mapping[fx.Node, Declared]) -> dict[fx.Node, Any]:
     """States of inputs whose placement is given node by node."""
     from .placement.state import of
 
@@ -185,8 +184,8 @@ class Backend:
 
     config: SPConfig
     tokens: str = "sharded"
-    placements: tuple[tuple[str, Placement], ...] = ()
-    declared: tuple[tuple[str, Placement], ...] = ()
+    placements: tuple[tuple[str, Declared], ...] = ()
+    declared: tuple[tuple[str, Declared], ...] = ()
 
     def __call__(
         self,

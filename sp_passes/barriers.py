@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .graph.collectives import FUSED, foreign, op_name, read_collective
+from .graph.collectives import foreign, op_name, ranks_of, read_collective
 
 EXIT, ENTRY = "exit", "entry"
 ENDS = {
@@ -58,7 +58,11 @@ def set_barriers(graph: fx.Graph, group: str, tp_size: int) -> dict[str, str]:
         it safe, or ``"barrier: <reason>"``.
     """
     found: dict[str, str] = {}
-    spaces = _workspaces(graph)
+    for node in graph.nodes:
+        if op_name(node) in ENDS and ranks_of(node) not in (None, tp_size):
+            node.kwargs = {**node.kwargs, "barrier": True}
+            found[node.name] = f"barrier: it is over a part of the {tp_size} ranks"
+    spaces = _workspaces(graph, tp_size)
     if not spaces:
         return found
     parting = {node for node in graph.nodes if _parts(node, group, tp_size)}
@@ -94,19 +98,19 @@ def _parts(node: fx.Node, group: str, tp_size: int) -> bool:
     torch's all-to-all may have nothing to send between two of them; ours always has.
     """
     name = op_name(node)
-    if name in FUSED:
-        return True
+    if name in ENDS:
+        return ranks_of(node) in (None, tp_size)
     found = read_collective(node)
     if found is None or (found.kind == "all_to_all" and not name.startswith("sp_passes::")):
         return False
     return foreign(found, group, tp_size) is None
 
 
-def _workspaces(graph: fx.Graph) -> list[_Workspace]:
+def _workspaces(graph: fx.Graph, tp_size: int) -> list[_Workspace]:
     spaces: dict[str, _Workspace] = {}
     for node in graph.nodes:
         name = op_name(node)
-        if name in ENDS:
+        if name in ENDS and ranks_of(node) in (None, tp_size):
             spaces.setdefault(name, _Workspace(ENDS[name], [])).ops.append(node)
     return list(spaces.values())
 

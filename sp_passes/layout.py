@@ -3,7 +3,8 @@
 
 A merged weight (gate and up; q_a and kv_a) holds several logical matrices, its
 segments. Rank r takes the r-th block of *each* segment, not the r-th block of the
-whole: otherwise rank 0 would hold gate rows only.
+whole: otherwise rank 0 would hold gate rows only. A segment that the model itself shards (a
+gate merged with whole projections) is kept: every rank has its own part of it already.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from .errors import ShardingError
 
-_TEXT = re.compile(r"S(\d+)\[(\d+(?:,\d+)*)\]")
+_TEXT = re.compile(r"S(\d+)\[(=?\d+(?:,=?\d+)*)\]")
 _LOCAL = re.compile(r"L([01])")
 
 
@@ -26,15 +27,19 @@ class ShardLayout:
 
     Args:
         dim: the dimension that is cut.
-        segments: full sizes of the segments along ``dim``, in order; their sum is
-            the full size of that dimension.
+        segments: sizes along ``dim`` of the segments, in order, as a module holds them before
+            the rewrite; their sum is its size of that dimension.
+        kept: positions of the segments that are this rank's own part already and stay as they
+            are; written with ``=``, as in ``S0[2112,=1536]``.
     """
 
     dim: int
     segments: tuple[int, ...]
+    kept: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"S{self.dim}[{','.join(map(str, self.segments))}]"
+        sizes = (f"{'=' if i in self.kept else ''}{n}" for i, n in enumerate(self.segments))
+        return f"S{self.dim}[{','.join(sizes)}]"
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -47,19 +52,37 @@ class ShardLayout:
         found = _TEXT.fullmatch(text)
         if not found:
             raise ShardingError(f"{text!r} is not a shard layout such as 'S0[6144,6144]'")
-        return ShardLayout(int(found[1]), tuple(int(s) for s in found[2].split(",")))
+        sizes = found[2].split(",")
+        kept = tuple(i for i, size in enumerate(sizes) if size.startswith("="))
+        return ShardLayout(int(found[1]), tuple(int(s.lstrip("=")) for s in sizes), kept)
 
     @property
     def size(self) -> int:
-        """Full size of the sharded dimension."""
+        """Size of the sharded dimension before the rewrite."""
         return sum(self.segments)
 
+    @property
+    def cut_ranges(self) -> list[tuple[int, int]]:
+        """``(start, length)`` along ``dim`` of each segment that is whole on every rank."""
+        starts = [sum(self.segments[:i]) for i in range(len(self.segments))]
+        pairs = enumerate(zip(starts, self.segments, strict=True))
+        return [pair for i, pair in pairs if i not in self.kept]
+
+    @property
+    def cut_size(self) -> int:
+        """Size along ``dim`` of what is cut."""
+        return sum(length for _, length in self.cut_ranges)
+
+    def freed(self, nbytes: int, tp_size: int) -> int:
+        """Bytes that one rank gives up of a weight of ``nbytes``."""
+        return nbytes * self.cut_size // self.size // tp_size * (tp_size - 1)
+
     def indivisible(self, tp_size: int) -> int | None:
-        """The first segment that ``tp_size`` does not divide, or None."""
-        return next((s for s in self.segments if s % tp_size), None)
+        """The first segment to cut that ``tp_size`` does not divide, or None."""
+        return next((length for _, length in self.cut_ranges if length % tp_size), None)
 
     def local_segments(self, tp_size: int) -> tuple[int, ...]:
-        """Sizes of one rank's parts.
+        """Sizes of one rank's parts, of kept segments their own.
 
         Raises:
             ShardingError: ``tp_size`` does not divide a segment.
@@ -69,7 +92,7 @@ class ShardLayout:
             raise ShardingError(
                 f"segment of {bad} in layout {self} is not divisible by tp_size {tp_size}"
             )
-        return tuple(s // tp_size for s in self.segments)
+        return tuple(s if i in self.kept else s // tp_size for i, s in enumerate(self.segments))
 
     def local_size(self, tp_size: int) -> int:
         return sum(self.local_segments(tp_size))
@@ -82,8 +105,9 @@ class ShardLayout:
     def ranges(self, rank: int, tp_size: int) -> list[tuple[int, int]]:
         """``(start, length)`` along ``dim`` of each part that ``rank`` owns."""
         out, start = [], 0
-        for full, local in zip(self.segments, self.local_segments(tp_size), strict=True):
-            out.append((start + rank * local, local))
+        pairs = zip(self.segments, self.local_segments(tp_size), strict=True)
+        for i, (full, local) in enumerate(pairs):
+            out.append((start if i in self.kept else start + rank * local, local))
             start += full
         return out
 
@@ -93,13 +117,15 @@ class ShardLayout:
         parts = [full.narrow(self.dim, a, n) for a, n in self.ranges(rank, tp_size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def put(self, full: torch.Tensor, part: torch.Tensor, rank: int, tp_size: int) -> None:
-        """Write ``rank``'s part back into its places in ``full``."""
-        local = self.local_segments(tp_size)
-        for (a, n), piece in zip(
-            self.ranges(rank, tp_size), part.split(list(local), self.dim), strict=True
-        ):
-            full.narrow(self.dim, a, n).copy_(piece)
+    def put(
+        self, full: torch.Tensor, part: torch.Tensor, rank: int, tp_size: int, mine: bool = True
+    ) -> None:
+        """Write ``rank``'s part back into its places in ``full``; kept segments if ``mine``."""
+        pieces = part.split(list(self.local_segments(tp_size)), self.dim)
+        places = zip(self.ranges(rank, tp_size), pieces, strict=True)
+        for i, ((a, n), piece) in enumerate(places):
+            if mine or i not in self.kept:
+                full.narrow(self.dim, a, n).copy_(piece)
 
     def require(self, full: torch.Tensor) -> None:
         """Raise unless ``full`` has this layout's size along ``dim``."""

@@ -28,14 +28,14 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 
-from . import policy
+from . import claims, policy
 from .barriers import set_barriers
 from .config import SPConfig
 from .errors import PlacementError, SPError
@@ -44,22 +44,29 @@ from .graph.canonical import canonicalise
 from .graph.linears import linears
 from .graph.region import number_nodes
 from .graph.values import dtype, fake_mode, set_value, shape
-from .layout import ShardLayout
+from .ops import symmetric
 from .patterns import patterns
 from .placement import State, propagate
+from .policy import groups
 from .report import Decision, Report
 from .site import Context, Site
 
 States = Mapping[fx.Node, Any]
 
 
-def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> Report:
+def run(
+    graph: fx.Graph,
+    config: SPConfig,
+    inputs: Mapping[fx.Node, State],
+    observe: Callable[[list[Site]], None] | None = None,
+) -> Report:
     """Rewrite ``graph`` in place.
 
     Args:
         graph: aten graph of one rank, with fake values and marked weights.
         config: the options.
         inputs: placements of the graph's inputs (``placement.input_states``).
+        observe: called with the sites, one for each decision, once all are decided.
 
     Returns:
         Every decision, in graph order.
@@ -70,7 +77,7 @@ def run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> R
         SPError: with ``strict``, a site that cannot be rewritten, or none at all.
     """
     with _collector_paused():
-        return _run(graph, config, inputs)
+        return _run(graph, config, inputs, observe)
 
 
 @contextmanager
@@ -89,27 +96,34 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> Report:
+def _run(
+    graph: fx.Graph,
+    config: SPConfig,
+    inputs: Mapping[fx.Node, State],
+    observe: Callable[[list[Site]], None] | None,
+) -> Report:
     assert config.tp_size is not None
-    report = Report(config.tp_size)
+    report = Report(config.tp_size, shard_size=config.shard_size % config.tp_size)
     with _stage(report, "canonicalise"):
         canonicalise(graph)
         boundaries.read_cuts(graph, config.tp_rank or 0, config.group_name, config.tp_size)
     inputs = {**inputs, **boundaries.input_states(graph)}
     with _stage(report, "propagate"):
-        before = propagate(graph, config.tp_size, inputs)
+        before = propagate(graph, config.shard_size, inputs, outer=config.tp_size)
     states, sites = before, list[Site]()
     ready = _insert_prepare(graph)
     for phase in _phases(config):
         if any(site.reason is None for site in sites):
             with _stage(report, "propagate"):
-                states = propagate(graph, config.tp_size, inputs, states)
+                states = propagate(graph, config.shard_size, inputs, states, config.tp_size)
         ctx = Context(graph, config, states, linears(graph), ready)
         sites += _run_phase(ctx, phase, report)
     _enforce_strict(config, graph, sites)
     _refuse_stray_reads(graph, sites)
     counted: set[fx.Node] = set()
     report.decisions = [_decision(site, config, counted) for site in sites]
+    if observe is not None:
+        observe(sites)
     report.nearest = "" if sites else _nearest(graph)
     report.plan = _plan(config, sites)
     graph.eliminate_dead_code(lambda node: node is ready or node.is_impure())
@@ -119,27 +133,24 @@ def _run(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> 
     graph.eliminate_dead_code()
     with _stage(report, "barriers"):
         report.barriers = set_barriers(graph, config.group_name, config.tp_size)
+    if config.max_tokens is not None and config.group is not None:
+        symmetric.expect(config.group_name, config.max_tokens)
     with _stage(report, "verify"):
         if report.applied:
-            _verify(graph, config.tp_size, inputs, before)
+            groups.verify(graph, config.shard_size, config.tp_size)
+            _verify(graph, config, inputs, before)
         graph.lint()
     return report
 
 
 def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Site]:
     """Find and decide on the graph as it is, then rewrite what was decided."""
-    with _stage(report, "find"):
-        number_nodes(ctx.graph)
-        sites = [site for module in modules.values() for site in module.find(ctx)]
-        ctx.owners = {node: site for site in sites if site.claims for node in site.nodes}
-        sites = [site for site in sites if not _gives_way(ctx, site)]
-        sites.sort(key=lambda site: site.nodes[-1].meta["sp_index"])
-    with _stage(report, "check"):
-        for site in sorted(sites, key=lambda site: not site.claims):
-            if site.reason is None:
-                site.reason = modules[site.pattern].check(ctx, site)
-        _settle(sites)
-        policy.decide(ctx, sites)
+    number_nodes(ctx.graph)
+    sites = _decided(ctx, modules, report, {})
+    barred: dict[claims.Key, str] = {}
+    while late := claims.skipped_owners(sites):
+        barred |= late
+        sites = _decided(ctx, modules, report, barred)
     with _stage(report, "rewrite"):
         for site in sites:
             if site.reason is None:
@@ -147,10 +158,30 @@ def _run_phase(ctx: Context, modules: dict[str, Any], report: Report) -> list[Si
     return sites
 
 
-def _gives_way(ctx: Context, site: Site) -> bool:
-    """Whether another pattern claims a linear of a site that claims none."""
-    owners = (ctx.owners.get(node, site) for node in site.nodes)
-    return not site.claims and any(owner.pattern != site.pattern for owner in owners)
+def _decided(
+    ctx: Context, modules: dict[str, Any], report: Report, barred: Mapping[claims.Key, str]
+) -> list[Site]:
+    """The sites of a phase, each with why it is skipped; those in ``barred`` are."""
+    with _stage(report, "find"):
+        sites = [site for module in modules.values() for site in module.find(ctx)]
+        sites.sort(key=lambda site: site.nodes[-1].meta["sp_index"])
+    with _stage(report, "check"):
+        for site in sites if barred else ():
+            site.reason = barred.get(claims.key(site), site.reason)
+        _check(ctx, modules, [site for site in sites if site.claims])
+        claims.settle_overlaps(sites)
+        ctx.owners = claims.owners(sites)
+        sites = [site for site in sites if not claims.gives_way(ctx, site)]
+        _check(ctx, modules, [site for site in sites if not site.claims])
+        claims.settle_weights(sites)
+        policy.decide(ctx, sites)
+    return sites
+
+
+def _check(ctx: Context, modules: dict[str, Any], sites: list[Site]) -> None:
+    for site in sites:
+        if site.reason is None:
+            site.reason = modules[site.pattern].check(ctx, site)
 
 
 @contextmanager
@@ -189,70 +220,6 @@ def _chosen(config: SPConfig) -> tuple[str, ...]:
     return (*named, *more)
 
 
-def _settle(sites: list[Site]) -> None:
-    """Skip what cannot be applied together, until nothing changes.
-
-    Two sites may share a weight if they cut it alike; a weight with any other use, or two
-    layouts, stays whole. A linear belongs to one site only, the first.
-    """
-    taken: dict[fx.Node, Site] = {}
-    for site in sites:
-        if site.reason is not None:
-            continue
-        other = next((taken[n] for n in site.nodes if n in taken), None)
-        if other is not None:
-            site.reason = f"overlap: a linear belongs to {other.name}, which is rewritten"
-            continue
-        taken.update(dict.fromkeys(site.nodes, site))
-    while True:
-        live = [site for site in sites if site.reason is None]
-        layouts: dict[fx.Node, set[ShardLayout]] = {}
-        for site in live:
-            for weight, layout in site.shards.items():
-                layouts.setdefault(weight, set()).add(layout)
-        results = {(w, node) for site in live for w in site.shards for node in site.nodes}
-        for site in live:
-            site.reason = next(
-                (r for w in site.shards if (r := _weight_conflict(w, layouts[w], results))), None
-            )
-        if all(site.reason is None for site in live):
-            return
-
-
-def _weight_conflict(
-    weight: fx.Node, layouts: set[ShardLayout], results: set[tuple[fx.Node, fx.Node]]
-) -> str | None:
-    name = params.fqn(weight)
-    if len(layouts) > 1:
-        ways = " and ".join(sorted(map(str, layouts)))
-        return f"two layouts: {name} is wanted as {ways} and stays whole"
-    if params.use_elsewhere(weight) == "whole":
-        return f"weight used elsewhere: another compiled graph reads {name} whole"
-    for user in _users(weight):
-        if user.op == "output":
-            return f"weight returned: {name} is an output of the graph"
-        if (weight, user) not in results:
-            return f"weight used elsewhere: {name} by {user.name}"
-    return None
-
-
-def _users(weight: fx.Node) -> Iterator[fx.Node]:
-    """What uses a weight, seen through transposes and the like."""
-    for user in weight.users:
-        if user.target in (
-            torch.ops.aten.permute.default,
-            torch.ops.aten.unsqueeze.default,
-            torch.ops.aten.expand.default,
-            torch.ops.aten.reshape.default,
-            torch.ops.aten.t.default,
-        ):
-            yield from _users(user)
-        elif user.target is torch.ops.higher_order.auto_functionalized:
-            yield from user.users
-        else:
-            yield user
-
-
 def _decision(site: Site, config: SPConfig, counted: set[fx.Node]) -> Decision:
     """The report's row; a weight's bytes count for the first site that shards it."""
     applied = site.reason is None
@@ -265,12 +232,13 @@ def _decision(site: Site, config: SPConfig, counted: set[fx.Node]) -> Decision:
         applied=applied,
         reason=site.reason or "",
         weights=tuple(params.fqn(w) for w in weights if params.is_weight(w)),
-        bytes_saved_per_rank=site.bytes_saved(config.tp_size, counted) if freed else 0,
+        bytes_saved_per_rank=site.bytes_saved(config.shard_size, counted) if freed else 0,
         collectives_added=site.collectives_added if applied else {},
         collectives_removed=site.collectives_removed if applied else {},
         fused=site.fused if applied else {},
         bytes_moved=site.bytes_moved if applied else {},
         detail=site.detail if applied else "",
+        form=site.form if applied and site.shards else "",
     )
 
 
@@ -279,7 +247,7 @@ def _plan(config: SPConfig, sites: list[Site]) -> str:
     rows = [
         [
             site.pattern,
-            site.reason or "",
+            site.reason or site.form,
             [[str(cut), *shape(w), str(dtype(w))] for w, cut in site.shards.items()],
         ]
         for site in sites
@@ -353,11 +321,15 @@ def _finish_prepare(
     shards = {w: cut for site in chosen for w, cut in site.shards.items()}
     proven = [w for w in dict.fromkeys(w for s in chosen for w in s.proven) if w not in shards]
     whole = [] if config.group is None else _read_whole(graph, {*shards, *proven})
-    where = (config.group_name, config.tp_size)
+    where = (config.sharding_name, config.shard_size)
     for weight in (*shards, *proven, *whole):
         if weight.op == "get_attr":
             ready.prepend(weight)
+    assert config.tp_size is not None
+    everyone = (config.group_name, config.tp_size)
     if shards:
+        if config.group is not None and where != everyone:
+            _agree(graph, ready, plan, everyone)
         texts = [str(cut) for cut in shards.values()]
         names = [params.fqn(w) for w in (*shards, *proven)]
         extra: dict[str, Any] = {k: v for k, v in (("proven", proven), ("whole", whole)) if v}
@@ -368,12 +340,18 @@ def _finish_prepare(
     for user in list(ready.users):
         user.replace_input_with(ready, None)  # type: ignore[arg-type]
     if config.group is not None and (sites or whole):
-        with graph.inserting_before(ready):
-            node = graph.call_function(torch.ops.sp_passes.agree.default, ([], plan, *where))
+        node = _agree(graph, ready, plan, everyone)
         if whole:
             node.kwargs = {"whole": whole}
-        node.meta["val"] = None
     graph.erase_node(ready)
+
+
+def _agree(graph: fx.Graph, before: fx.Node, plan: str, where: tuple[str, int]) -> fx.Node:
+    """The ranks of the group compare their plans ahead of ``before``."""
+    with graph.inserting_before(before):
+        node = graph.call_function(torch.ops.sp_passes.agree.default, ([], plan, *where))
+    node.meta["val"] = None
+    return node
 
 
 def _read_whole(graph: fx.Graph, ours: set[fx.Node]) -> list[fx.Node]:
@@ -394,9 +372,11 @@ def _refuse_leftover_reads(graph: fx.Graph, ready: fx.Node) -> None:
                 )
 
 
-def _verify(graph: fx.Graph, tp_size: int, inputs: Mapping[fx.Node, State], before: States) -> None:
+def _verify(
+    graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State], before: States
+) -> None:
     """Every value that is still there, and every output, must live where it lived."""
-    after = propagate(graph, tp_size, inputs)
+    after = propagate(graph, config.shard_size, inputs, outer=config.tp_size)
     causes = {s.reason for state in before.values() for s in _flat(state) if s.reason}
     for node in graph.nodes:
         if node.op == "output":
@@ -428,7 +408,8 @@ def _flat(state: Any) -> tuple[State, ...]:
 def _same(old: tuple[State, ...], new: tuple[State, ...]) -> bool:
     """What was known must be as it was; what was not may have become known."""
     return len(old) == len(new) and all(
-        a.placement is None or (a.placement, _segments(a)) == (b.placement, _segments(b))
+        a.placement is None
+        or (a.placement, _segments(a), a.runs) == (b.placement, _segments(b), b.runs)
         for a, b in zip(old, new, strict=True)
     )
 

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from . import _private
 from .errors import ReplicationError, ShardingError, SPError
+from .layout import ShardLayout
 
 log = logging.getLogger("sp_passes")
 
@@ -48,6 +50,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         mine = (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
         total += mine * _signed((index * _MIX) | 1)
     return total + _text_hash(f"{tensor.dtype}{list(tensor.shape)}")
+
+
+def _slices_hash(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A 64-bit hash of each slice of ``tensor`` along ``dim``, as int64 on the CPU."""
+    slices = tensor.detach().movedim(dim, 0).unbind(0)
+    return torch.stack([fingerprint(one).to("cpu") for one in slices])
 
 
 def _signed(value: int) -> int:
@@ -154,6 +162,26 @@ def same_rows(rows: int, name: str, pg: Any) -> None:
         )
 
 
+def whole_parts(
+    weight: torch.Tensor, layout: ShardLayout, name: str
+) -> list[tuple[torch.Tensor, str]]:
+    """What of ``weight`` every rank must hold alike, with its name: not its kept segments."""
+    if not layout.kept:
+        return [(weight, name)]
+    before = ":, " * layout.dim
+    return [
+        (weight.narrow(layout.dim, start, length), f"{name}[{before}{start}:{start + length}]")
+        for start, length in layout.cut_ranges
+    ]
+
+
+def differing(weights: Sequence[torch.Tensor], names: Sequence[str], pg: Any) -> list[str]:
+    """Names of the ``weights`` that are not bit-identical on every rank. Collective."""
+    mine = torch.stack([fingerprint(w).to("cpu") for w in weights])
+    columns = zip(*_exchange(mine, pg, f"compare {len(names)} weights"), strict=True)
+    return [name for name, column in zip(names, columns, strict=True) if len(set(column)) > 1]
+
+
 def prove(weights: Sequence[torch.Tensor], names: Sequence[str], pg: Any) -> None:
     """Raise on every rank unless all ranks hold bit-identical ``weights``.
 
@@ -166,17 +194,46 @@ def prove(weights: Sequence[torch.Tensor], names: Sequence[str], pg: Any) -> Non
     mine = torch.stack([fingerprint(w).to("cpu") for w in weights])
     rows = _exchange(mine, pg, f"prove {names[0]} and {len(weights) - 1} more replicated")
     bad: list[str] = []
+    differing: list[torch.Tensor] = []
     for index, name in enumerate(names):
         column = [row[index] for row in rows]
         common, _ = Counter(column).most_common(1)[0]
         odd = [rank for rank, value in enumerate(column) if value != common]
         if odd:
             bad.append(f"{name} (rank {', '.join(map(str, odd))} differs)")
+            differing.append(weights[index])
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise ReplicationError(
             f"weight {bad[0]}{more} is not the same on every rank of group {pg.group_name}: it "
             "cannot be sharded as a replicated weight, and nothing was freed. If it is already "
             "one rank's part, say so with sp_passes.declare_placement(parameter, Shard(dim)); "
-            "if it should be replicated, load the same checkpoint on every rank"
+            f"{_whole_in_part(differing[0], pg)}if it should be replicated, load the same "
+            "checkpoint on every rank"
         )
+
+
+_FEW = 8
+
+
+def _whole_in_part(weight: torch.Tensor, pg: Any) -> str:
+    """What to declare of a weight that differs in some segments only. Collective.
+
+    Every rank comes here with the same weight, after an exchange that all of them saw.
+    """
+    sizes = [*weight.shape[:2], 0, 0][:2]
+    found = _exchange(torch.tensor(sizes), pg, "compare shapes")
+    if weight.ndim not in (1, 2) or any(row != found[0] for row in found):
+        return ""
+    for dim in range(weight.ndim):
+        rows = _exchange(_slices_hash(weight, dim), pg, "find what differs")
+        alike = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+        runs = [(whole, len(list(group))) for whole, group in groupby(alike)]
+        if 1 < len(runs) <= _FEW:
+            said = ", ".join(f"({n}, {'Replicate()' if w else f'Shard({dim})'})" for w, n in runs)
+            along = f", dim={dim}" if dim else ""
+            return (
+                f"the ranks agree on part of it, as on a merged weight of which one matrix is "
+                f"sharded: then declare sp_passes.declare_segments(parameter, {said}{along}); "
+            )
+    return ""

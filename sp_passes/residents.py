@@ -26,7 +26,7 @@ from torch import Tensor
 from . import _private, stray
 from .errors import SPError
 from .layout import ShardLayout
-from .proof import agree, prove, same_rows
+from .proof import agree, prove, same_rows, whole_parts
 
 log = logging.getLogger("sp_passes")
 
@@ -269,7 +269,8 @@ def prepare(
         if plan is not None:
             agree(plan, len(todo), _summaries.get(plan, "compiled earlier"), pg)
             _agreed.setdefault(pg, set()).add(plan)
-        unproven = [(w, n) for w, _, n in rows if not _is_resident(w)]
+        fresh = (row for row in rows if not _is_resident(row[0]))
+        unproven = [part for row in fresh for part in whole_parts(*row)]
         for key, (weight, cut) in todo.items():
             if key in _table:  # another view of its storage is sharded
                 _make_whole(weight, _table[key], cut)
@@ -385,6 +386,6 @@ def restore(weight: Tensor, entry: Resident) -> None:
     with writing(weight):
         whole = Tensor.detach(weight).as_strided(*entry.strides)
         for rank in range(size):
-            entry.layout.put(whole, parts[rank], rank, size)
+            entry.layout.put(whole, parts[rank], rank, size, mine=rank == entry.pg.rank())
     entry.released = False
     entry.version = None if weight.is_inference() else weight._version

@@ -43,8 +43,12 @@ class Site:
         cost: of a site without weights: seconds before and after, for a number of global tokens
             and a ``policy.Hardware``.
         label: the site's name, where its weights do not give one.
+        forms: ways to rewrite the site that the pattern knows (``sp_passes.policy.forms``).
+        form: the one that was chosen.
+        work: what the cost model was told of the site, where it was asked (``policy.Work``).
         bytes_moved: what crosses a pipeline boundary before and after, for the report.
         detail: one clause more for the report's text.
+        gave_way_to: the site that claims one of its linears, for which it was skipped.
     """
 
     pattern: str
@@ -65,8 +69,12 @@ class Site:
     needed: bool = True
     cost: Callable[[int, Any], tuple[float, float]] | None = None
     label: str = ""
+    forms: tuple[str, ...] = ("sharded",)
+    form: str = "sharded"
+    work: Any = None
     bytes_moved: dict[str, int] = field(default_factory=dict)
     detail: str = ""
+    gave_way_to: Site | None = None
 
     @property
     def name(self) -> str:
@@ -76,7 +84,7 @@ class Site:
         """Bytes that one rank gives up of the weights not ``counted`` yet; counts them."""
         mine = self.shards.keys() - counted
         counted |= mine
-        return sum(nbytes(w) // tp_size * (tp_size - 1) for w in mine)
+        return sum(self.shards[w].freed(nbytes(w), tp_size) for w in mine)
 
 
 @dataclass
@@ -90,6 +98,7 @@ class Context:
         linears: every linear by its result, in graph order.
         ready: node of ``sp_passes::prepare`` that the emitted ops wait for.
         replaced: values that earlier rewrites replaced, by the old one.
+        prefetched: the linear for which the last gather of a weight was started.
         owners: the site that claims a linear, for each linear of this phase that has one.
     """
 
@@ -100,6 +109,7 @@ class Context:
     ready: fx.Node | None = None
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     owners: dict[fx.Node, Site] = field(default_factory=dict)
+    prefetched: fx.Node | None = None
 
     def replace(self, old: fx.Node, new: fx.Node, token: bool = False) -> None:
         """Give every user of ``old`` the value ``new``, of the same shape and dtype.
@@ -181,6 +191,29 @@ class Context:
     def tp_size(self) -> int:
         assert self.config.tp_size is not None
         return self.config.tp_size
+
+    @property
+    def shard_group(self) -> tuple[str, int]:
+        """As ``group``, of the ranks that weights are sharded over: all, or a part of them."""
+        return self.config.sharding_name, self.shard_size
+
+    @property
+    def shard_size(self) -> int:
+        return self.config.shard_size
+
+    def prefetch_point(self, first: fx.Node, weights: Iterable[fx.Node]) -> fx.Node:
+        """Where gathers of ``weights`` for ``first`` start: at the site that gathers before it."""
+        assert self.ready is not None
+        for weight in weights:
+            if weight.op == "get_attr":
+                self.ready.prepend(weight)
+        here = self.prefetched or self.ready.next
+        self.prefetched = first
+        return here
+
+    def position(self, node: fx.Node) -> int:
+        """Of a node that the phase began with; later ones come last."""
+        return int(node.meta.get("sp_index", 1 << 60))
 
     def state(self, node: fx.Node) -> State:
         """Placement of a tensor-valued node."""

@@ -20,7 +20,7 @@ from torch import fx
 from .graph.boundaries import is_cut
 from .graph.collectives import Collective, op_name
 from .graph.moves import is_cast, moves_rows
-from .graph.values import args, is_tensor, shape, static
+from .graph.values import args, copy_origin, fake_mode, is_tensor, set_value, shape, static
 from .placement import Op, RuleError, State, shard
 from .placement.registry import entry_of
 from .placement.sizes import equal
@@ -30,7 +30,20 @@ aten = torch.ops.aten
 S0 = shard(0)
 SIZED = (aten.reshape.default, aten.expand.default)
 """Ops whose second argument begins with the number of rows."""
-UNTYPED = (operator.getitem, torch.ops.higher_order.auto_functionalized)
+WRAPPERS = (
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
+)
+UNTYPED = (operator.getitem, *WRAPPERS)
+LIKE = (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+)
+"""Ops that use no value of their input: of own rows they make own rows."""
+BUFFERS = (aten.empty.memory_format, aten.full.default)
+"""Ops that make rows of nothing, so that as many as are wanted can be made."""
 
 
 @dataclass
@@ -136,12 +149,12 @@ def _on_own_rows(
         RuleError: that gives something else than own rows of the result.
     """
     target: Any = node.target
-    if takes_own_rows(node):
+    if takes_own_rows(node) or target in LIKE:
         return S0
     schema = getattr(target, "_schema", None)
     if (schema is None and target not in UNTYPED) or (schema is not None and schema.is_mutable):
         raise RuleError(f"{node.name}", "an op with a placement rule")
-    if not equal(_rows(node), _rows(source)):
+    if not same_rows(source, node):
         raise RuleError(f"{_rows(node)} rows", f"{_rows(source)}", "as many as were summed")
     if target in SIZED and not _first_is_rows(args(node)[1], node):
         raise RuleError("another first size", "the number of rows")
@@ -163,6 +176,36 @@ def takes_own_rows(node: fx.Node) -> bool:
     return is_cut(node) or op_name(node) == "sp_passes::stage_output"
 
 
+def buffer(ctx: Context, old: fx.Node, rows: Any, origin: fx.Node) -> fx.Node:
+    """A new buffer like ``old``, one of ``BUFFERS``, with another number of rows."""
+    sizes, *rest = args(old)
+    given = ([rows, *sizes[1:]], *rest)
+    node = ctx.graph.call_function(old.target, given, dict(old.kwargs))  # type: ignore[arg-type]
+    copy_origin(node, origin)
+    return set_value(node, fake_mode(ctx.graph))
+
+
+def has_rows(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether ``operand`` holds an element for each row of the first result of ``node``."""
+    out, sizes = _tensor(node), shape(operand)
+    alike = out is not None and len(sizes) == out.ndim > 0
+    return alike and static(sizes[0]) != 1 and equal(sizes[0], _rows(node))
+
+
+def same_rows(source: fx.Node, node: fx.Node) -> bool:
+    """Whether the first results of the two have as many rows."""
+    return equal(_rows(source), _rows(node))
+
+
+def rows_of(ctx: Context, source: fx.Node, before: fx.Node) -> Any:
+    """The number of rows of ``source``; a node before ``before`` where it is a symbol."""
+    known = static(shape(source)[0])
+    if known is not None:
+        return known
+    with ctx.graph.inserting_before(before):
+        return ctx.emit(aten.sym_size.int, (source, 0), before)
+
+
 def _first_is_rows(sizes: Any, node: fx.Node) -> bool:
     """Whether the first of a reshape's or expand's sizes is the number of rows, or left open."""
     first = sizes[0] if len(sizes) else 0
@@ -171,8 +214,13 @@ def _first_is_rows(sizes: Any, node: fx.Node) -> bool:
 
 
 def _only_widens(local: dict[fx.Node, Any], stream: Stream, node: fx.Node) -> bool:
-    """Whether ``node`` is a last step to wider rows: better gathered before than behind it."""
+    """Whether ``node`` is a last step that makes rows wider, or of nothing.
+
+    Better to gather before than behind it.
+    """
     sources = [n for n in node.all_input_nodes if n in local]
+    if node.target in LIKE and not any(user in local for user in node.users):
+        return True
     if node in stream.sums or node in stream.cuts or len(sources) != 1 or not is_tensor(node):
         return False
     if not is_tensor(sources[0]) or any(user in local for user in node.users):

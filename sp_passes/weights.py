@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import _private
 from .errors import ShardingError, SPError
-from .proof import all_well, prove
+from .proof import all_well, prove, whole_parts
 from .residents import (
     Resident,
     entry_of,
@@ -85,7 +85,8 @@ def load_full_state_dict(
     """Copy full weights into ``module``; resident shards are updated in place.
 
     Addresses do not change, so captured CUDA graphs stay valid. Every rank of the group
-    must call it with the same values for the sharded weights; that is compared first.
+    must call it with the same values for the sharded weights; that is compared first. Of a
+    weight that is whole in part each rank brings its own kept segments.
 
     Raises:
         SPError: missing or unexpected names (with ``strict``), a wrong shape.
@@ -152,7 +153,10 @@ def _prove_new(pairs: Sequence[tuple[str, Tensor, Tensor]]) -> None:
     for name, old, new in pairs:
         entry = entry_of(old)
         if entry is not None:
-            by_group.setdefault(entry.pg.group_name, []).append((name, new, entry.pg))
+            kept = entry.layout.kept
+            parts = whole_parts(_as_held(entry, old, new) if kept else new, entry.layout, name)
+            rows = by_group.setdefault(entry.pg.group_name, [])
+            rows += [(part_name, part, entry.pg) for part, part_name in parts]
     for rows in by_group.values():
         prove([new for _, new, _ in rows], [name for name, _, _ in rows], rows[0][2])
 

@@ -7,13 +7,17 @@ routed and shared experts that share one all-reduce. All rows are on every rank.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from blocks import Comm, part, weight
 from torch import Tensor, nn
+
+from sp_passes.placement import register_norm
 
 H, HEADS, HEAD, WIDE, EXPERTS = 16, 8, 4, 32, 4
 
@@ -26,8 +30,10 @@ class Shape:
         layers: decoder layers.
         qwen: biases on q, k and v and a norm of q and k a head.
         moe: experts in place of the MLP of odd layers.
-        norm: "rms" spelled out, "layer" (native_layer_norm) or "fused" (an op that adds the
-            residual and norms in one).
+        norm: "rms" spelled out, "layer" (native_layer_norm), "fused" (an op that adds the
+            residual and norms in one), or a kernel that writes into its arguments: "vendor v1"
+            and "vendor v2" (wrapped as two versions of torch do), "vendor" (bare, for Dynamo);
+            "vllm v1" and so on takes vLLM's own kernels.
         reduce: "vllm" or "torch".
         dtype: of weights and activations.
     """
@@ -59,6 +65,73 @@ torch.library.register_fake(
 )
 
 
+LIB.define("rms_norm(Tensor! out, Tensor input, Tensor? weight, float epsilon) -> ()")
+LIB.define(
+    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()"
+)
+
+
+def _into(out: Tensor, x: Tensor, w: Tensor | None, epsilon: float) -> None:
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    out.copy_((y if w is None else y * w.float()).to(x.dtype))
+
+
+def _add_into(x: Tensor, residual: Tensor, w: Tensor | None, epsilon: float) -> None:
+    residual.add_(x)
+    _into(x, residual, w, epsilon)
+
+
+LIB.impl("rms_norm", _into, "CompositeExplicitAutograd")
+LIB.impl("fused_add_rms_norm", _add_into, "CompositeExplicitAutograd")
+for _name in ("rms_norm", "fused_add_rms_norm"):
+    torch.library.register_fake(f"sp_test_norm::{_name}", lambda *a: None, lib=LIB)
+
+
+def has_vllm() -> bool:
+    """Whether vLLM's kernels are installed; loads them without importing vLLM."""
+    if hasattr(torch.ops._C, "rms_norm"):
+        return True
+    spec = importlib.util.find_spec("vllm")
+    where = spec.submodule_search_locations if spec is not None else None
+    for library in Path(where[0]).glob("_C.*so") if where else ():
+        torch.ops.load_library(str(library))
+    return hasattr(torch.ops._C, "rms_norm")
+
+
+def vendor_norm(kind: str, x: Tensor, residual: Tensor | None, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of ``x + residual`` by a kernel, and the sum; neither input is changed."""
+    ops = torch.ops._C if kind.startswith("vllm") else torch.ops.sp_test_norm
+    wrapper = {"v1": HOPS.auto_functionalized, "v2": HOPS.auto_functionalized_v2}.get(kind[-2:])
+    rest = {"weight": w, "epsilon": 1e-5}
+    if residual is None:
+        op, bases = ops.rms_norm.default, {"out": torch.empty_like(x)}
+        if kind.endswith("v2"):
+            bases["out"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rest["input"] = x
+    else:
+        op, bases = ops.fused_add_rms_norm.default, {"input": x, "residual": residual}
+    if wrapper is None:
+        bases = bases if residual is None else {n: t.clone() for n, t in bases.items()}
+        op(**bases, **rest)
+        made = tuple(bases.values())
+    elif kind.endswith("v1"):
+        made = wrapper(op, **bases, **rest)[1:]
+    else:
+        index = {f"_{name}_base_index": i for i, name in enumerate(bases)}
+        made = wrapper(op, **rest, **index, _all_bases=list(bases.values()))[1:]
+    return made[0], x if residual is None else made[1]
+
+
+HOPS = torch.ops.higher_order
+
+
+def register_vendor_norms() -> None:
+    """The test's own kernels as rows of the table, where vLLM's are already."""
+    register_norm("sp_test_norm::rms_norm", ["input"])
+    register_norm("sp_test_norm::fused_add_rms_norm", ["input", "residual"])
+
+
 class Norm(nn.Module):
     def __init__(self, size: int, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -71,6 +144,8 @@ class Norm(nn.Module):
         """The norm of ``x + residual``, and the sum."""
         if self.kind == "fused" and residual is not None:
             return torch.ops.sp_test_norm.add_rms_norm(x, residual, self.weight)
+        if self.kind.startswith(("vendor", "vllm")):
+            return vendor_norm(self.kind, x, residual, self.weight)
         x = x if residual is None else x + residual
         if self.kind == "layer":
             return F.layer_norm(x, x.shape[-1:], self.weight), x

@@ -278,7 +278,7 @@ def _op(target: Any) -> str:
 def _shape(node: fx.Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(list(v.shape)) for v in value)
+        return ", ".join("-" if v is None else str(list(v.shape)) for v in value)
     return str(list(value.shape)) if isinstance(value, Tensor) else str(value)
 
 

@@ -225,15 +225,19 @@ def single() -> Iterator[Any]:
 
 
 def blocks(layout: str, rank: int, tp_size: int) -> tuple[int, list[int]]:
-    """Dimension and indices that ``rank`` owns under ``S<dim>[<segments>]``."""
-    found = re.fullmatch(r"S(\d+)\[([\d,]+)\]", layout)
+    """Dimension and indices that ``rank`` owns under ``S<dim>[<segments>]``; all of ``=<size>``."""
+    found = re.fullmatch(r"S(\d+)\[([\d,=]+)\]", layout)
     assert found, layout
     index: list[int] = []
     start = 0
-    for size in map(int, found[2].split(",")):
-        assert size % tp_size == 0, (layout, tp_size)
-        part = size // tp_size
-        index.extend(range(start + rank * part, start + (rank + 1) * part))
+    for text in found[2].split(","):
+        size = int(text.lstrip("="))
+        if text[0] == "=":
+            index.extend(range(start, start + size))
+        else:
+            assert size % tp_size == 0, (layout, tp_size)
+            part = size // tp_size
+            index.extend(range(start + rank * part, start + (rank + 1) * part))
         start += size
     return int(found[1]), index
 
@@ -299,8 +303,11 @@ def _gemm_gather(
         y = x[r].double() @ (part.t() if dim == 0 else part).double()
         if bias[r] is not None:
             y = y + bias[r][torch.tensor(index)].double()
-        for whole in out:
-            whole[..., torch.tensor(index)] = y.to(whole.dtype)
+        for other in (*(q for q in range(n) if q != r), r):
+            theirs = set(index) & set(blocks(layout[r], other, n)[1]) if other != r else set()
+            keep = [i for i, at in enumerate(index) if at not in theirs]
+            at = torch.tensor([index[i] for i in keep], dtype=torch.long)
+            out[other][..., at] = y[..., keep].to(out[other].dtype)
     return out
 
 

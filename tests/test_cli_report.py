@@ -109,7 +109,8 @@ def test_tables_fit_the_page(monkeypatch: pytest.MonkeyPatch, width: int) -> Non
 def test_weights_are_those_that_save_bytes_most_first() -> None:
     result = call(*REPORT, "--layers", "2")
     _, _, weights = result.stdout.partition("Weights of one rank")
-    weights, _, _ = weights.partition("Skipped")
+    weights, _, rest = weights.partition("Skipped with nothing to do: ")
+    assert rest.startswith("5 (4 already sharded by the model, 1 rewritten"), rest
     rows = [line.split("│")[1:5] for line in weights.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["layers.*.mlp", "1", "1.354 GiB", "1.184 GiB"],
@@ -134,6 +135,16 @@ def test_a_stage_of_a_pipeline() -> None:
     assert (data["pp_size"], data["stage"], data["layers"], data["tokens"]) == (2, 1, 2, 64)
     moved = {s["name"]: s["bytes_moved"] for s in data["sites"] if s["pattern"] == "pp_send"}
     assert moved["residual"] == {"before": 917_504, "after": 114_688, "tokens": 64}
+    # Two layers: of each an attention's gather and reduce-scatter, and the last gather.
+    assert data["collectives"]["before"] == {"all_gather": 3, "reduce_scatter": 2}
+    # Gathers that pp_send spares a receiver are the transport's, not the stage's own.
+    mine = [s for s in data["sites"] if s["pattern"] != "pp_send"]
+    added = sum(sum(s["collectives_added"].values()) for s in mine)
+    gone = sum(sum(s["collectives_removed"].values()) for s in mine)
+    total = {when: sum(kinds.values()) for when, kinds in data["collectives"].items()}
+    assert total["after"] == total["before"] + added - gone
+    assert data["bytes_sent_per_step"]["after"] > data["bytes_sent_per_step"]["before"]
+    assert "Collectives of one step of 64 tokens" in boundary
 
 
 def test_a_stage_whose_boundaries_stay_whole() -> None:

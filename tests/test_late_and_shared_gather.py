@@ -85,6 +85,29 @@ def test_the_gather_stays(name: str, rows: int) -> None:
     same(gm, STAYS[name], rows)
 
 
+def quantised(s: Any, x: Any) -> Any:
+    """Numbers of one byte, and a scale a token that the next product needs as well."""
+    g = rms(s, s.gather(x))
+    scale = g.abs().amax(-1, keepdim=True) / 127
+    q = (g / scale).round().clamp(-127, 127).to(torch.int8)
+    return q.cumsum(0) * scale
+
+
+def test_quantised_rows_and_their_scales_are_gathered() -> None:
+    gm, report = rewritten(quantised, LATE)
+    sent = {(torch.Size([12, 1]), torch.float32), (torch.Size([12, H]), torch.int8)}
+    assert len(gathered(gm)) == 2 and set(gathered(gm)) == sent
+    (decision,) = report.applied
+    assert (decision.collectives_added, decision.collectives_removed) == (
+        {"all_gather": 2},
+        {"all_gather": 1},
+    )
+    xs = [projections.tokens(r, 3) for r in range(4)]
+    wanted = quantised(Net(quantised), torch.cat(xs))
+    for y in ranks.lockstep(gm, 4, [[x] for x in xs]):
+        assert mlps.worst_error(y, wanted) < 1e-5
+
+
 def test_the_smaller_dtype_is_gathered() -> None:
     gm, _ = rewritten(lambda s, x: s.gather(x).to(BF16).cumsum(0), LATE)
     assert gathered(gm) == [(torch.Size([12, H]), BF16)]

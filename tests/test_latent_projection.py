@@ -115,6 +115,16 @@ def test_a_norm_is_done_before_the_gather() -> None:
     assert [d.pattern for d in report.applied] == ["late_gather", "latent_projection"]
 
 
+@pytest.mark.parametrize(
+    "tokens, late", [(None, True), ((1 << 24, 1 << 24), True), ((8, 8), False)]
+)
+def test_the_cost_model_chooses_the_form_of_a_token_range(tokens: Any, late: bool) -> None:
+    """Three small collectives cost more than two that move more; three large ones do not."""
+    options = {"token_range": tokens, "policy": "memory"} if tokens else {}
+    _, gm, _ = rewritten(GATHERED["behind a gather"], 4, patterns=ONLY, **options)
+    assert ("gemm_rs" in called(gm)) is late, called(gm)
+
+
 def test_torchs_own_gather_moves_too() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -253,6 +263,39 @@ def test_an_mlp_that_is_skipped_is_not_taken_apart() -> None:
     assert [d.pattern for d in report.decisions] == ["replicated_mlp"] and not report.applied
     _, _, report = rewritten(projections.mlp, 4, tokens="replicated", patterns=ONLY)
     assert len(report.applied) == 2
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_linear_right_behind_an_mlp_is_not_lost_to_its_overlap(odd: bool) -> None:
+    """up -> act -> down is an MLP, down -> lone would be another one; lone is then alone.
+
+    Where the first MLP is skipped (10 features) the second is rewritten and ``up`` stays.
+    """
+    tp = 4
+
+    def fn(s: Any, x: Tensor) -> Tensor:
+        up = s.odd[:, :H] if odd else s.gate_up
+        down = s.odd_down if odd else s.mlp_down2
+        return F.linear(F.linear(F.linear(x, up).relu(), down), s.wide)
+
+    made = torch.Generator().manual_seed(9)
+    module = Net(fn)
+    module.mlp_down2 = nn.Parameter(torch.randn(H, 24, generator=made) / 5)
+    module.odd_down = nn.Parameter(torch.randn(H, 10, generator=made) / 3)
+    gm = sp_passes.trace(module, projections.tokens(0))
+    report = sp_passes.rewrite(gm, SPConfig(tp_size=tp))
+    shards = {w: d.pattern for d in report.applied if d.bytes_saved_per_rank for w in d.weights}
+    mlp, lone = "replicated_mlp", "latent_projection"
+    if odd:
+        assert shards == {"odd_down": mlp, "wide": mlp}, report
+    else:
+        assert shards == {"gate_up": mlp, "mlp_down2": mlp, "wide": lone}, report
+    inputs = [projections.tokens(r) for r in range(tp)]
+    for x, y in zip(inputs, ranks.lockstep(gm, tp, [[x] for x in inputs]), strict=True):
+        with torch.no_grad():
+            wanted = module.double()(x.double())
+        module.float()
+        assert mlps.worst_error(y, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("tokens, applied", [((1, 64), True), ((1 << 18, 1 << 19), False)])

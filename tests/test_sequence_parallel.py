@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """A residual sharded by tokens: the graph before and after, and why it stays as it is.
 
 ``EXPECTTEST_ACCEPT=1 pytest tests/test_sequence_parallel.py`` rewrites the texts.
@@ -294,3 +295,95 @@ def test_own_rows_of_a_sum_are_a_reduce_scatter() -> None:
 
     gm, report = rewritten(fn)
     assert count(gm.graph) == {"reduce_scatter": 1}, report
+
+
+# --- kernels that write into their arguments ------------------------------------------------
+
+
+def kernel_norms(version: str) -> Callable[..., Any]:
+    def fn(s: Any, x: Tensor) -> Tensor:
+        h, _ = dense.vendor_norm(f"vendor {version}", x, None, x[0])
+        h, residual = dense.vendor_norm(f"vendor {version}", s.mlp(h, 0), x, x[0])
+        return dense.vendor_norm(f"vendor {version}", residual + s.mlp(h, 1), None, x[0])[0]
+
+    return fn
+
+
+class GoldenKernels(TestCase):
+    maxDiff = None
+
+    def test_a_buffer_is_made_with_own_rows(self) -> None:
+        dense.register_vendor_norms()
+        gm, report = rewritten(kernel_norms("v2"))
+        assert report.applied and not report.skipped, report
+        self.assertExpectedInline(
+            mlps.show(gm),
+            """\
+x : [8, 16]
+up0 : [8, 16]
+down0 : [16, 8]
+up1 : [8, 16]
+down1 : [16, 8]
+select = select(x, 0, 0) : [16]
+empty = empty([8, 16], dtype=torch.float32, device=device(type='cpu'), pin_memory=False) : [8, 16]
+auto_functionalized_v2 = auto_functionalized_v2(<OpOverload(op='sp_test_norm.rms_norm', overload='default')>, weight=select, epsilon=1e-05, input=x, _out_base_index=0, _all_bases=[empty]) : -, [8, 16]
+getitem = getitem(auto_functionalized_v2, 1) : [8, 16]
+permute = permute(up0, [1, 0]) : [16, 8]
+mm = mm(getitem, permute) : [8, 8]
+relu = relu(mm) : [8, 8]
+gemm_rs = gemm_rs(relu, down0, None, 'L1', None, '', 4, barrier=True) : [2, 16]
+select_1 = select(x, 0, 0) : [16]
+token_shard = token_shard(x, '', 4) : [2, 16]
+auto_functionalized_v2_1 = auto_functionalized_v2(<OpOverload(op='sp_test_norm.fused_add_rms_norm', overload='default')>, weight=select_1, epsilon=1e-05, _input_base_index=0, _residual_base_index=1, _all_bases=[gemm_rs, token_shard]) : -, [2, 16], [2, 16]
+getitem_1 = getitem(auto_functionalized_v2_1, 1) : [2, 16]
+ag_gemm = ag_gemm(getitem_1, [up1], [None], ['L0'], None, '', 4) : [8, 8]
+getitem_2 = getitem(ag_gemm, 0) : [8, 8]
+getitem_3 = getitem(auto_functionalized_v2_1, 2) : [2, 16]
+relu_1 = relu(getitem_2) : [8, 8]
+gemm_rs_1 = gemm_rs(relu_1, down1, None, 'L1', None, '', 4) : [2, 16]
+add = add(getitem_3, gemm_rs_1) : [2, 16]
+select_2 = select(x, 0, 0) : [16]
+empty_1 = empty([2, 16], dtype=torch.float32, device=device(type='cpu'), pin_memory=False) : [2, 16]
+auto_functionalized_v2_2 = auto_functionalized_v2(<OpOverload(op='sp_test_norm.rms_norm', overload='default')>, weight=select_2, epsilon=1e-05, input=add, _out_base_index=0, _all_bases=[empty_1]) : -, [2, 16]
+getitem_4 = getitem(auto_functionalized_v2_2, 1) : [2, 16]
+all_gather = all_gather(getitem_4, '', 4) : [8, 16]
+return all_gather
+""",
+        )
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_rules_of_kernels_that_norm(version: str) -> None:
+    dense.register_vendor_norms()
+    kind, cut = f"vendor {version}", torch.ops.sp_passes.token_shard
+    weight = lambda x: x[0]  # noqa: E731
+    wrong: dict[str, Callable[[Any, Tensor], Any]] = {
+        "other ranks' rows": lambda s, x: dense.vendor_norm(kind, cut(x, "", TP), x[:2], weight(x)),
+        "a part of the features": lambda s, x: dense.vendor_norm(
+            kind, F.linear(x, s.up0), None, weight(x)[:8]
+        ),
+        "a part of the scales": lambda s, x: dense.vendor_norm(kind, x[:, :8], None, s.up0[:, 0]),
+        "addends": lambda s, x: dense.vendor_norm(
+            kind, F.linear(F.linear(x, s.up0), s.down0), None, weight(x)
+        ),
+    }
+    for fn in wrong.values():
+        gm = sp_passes.trace(MLPs(fn), torch.empty(8, dense.H))
+        with pytest.raises(sp_passes.PlacementError, match=r"whole rows|different ranks"):
+            sp_passes.check(gm, SPConfig(tp_size=TP), tokens="replicated")
+
+
+def test_a_kernel_that_writes_into_a_view_is_not_read() -> None:
+    wrapper, op = dense.HOPS.auto_functionalized_v2, torch.ops.sp_test_norm.rms_norm.default
+    dense.register_vendor_norms()
+
+    def fn(s: Any, x: Tensor) -> Tensor:
+        y = s.mlp(x, 0)
+        base = torch.empty(8, 2 * dense.H)
+        view = {"_out_base_index": 0, "_out_slice_dim": 1, "_out_slice_start": 0}
+        view |= {"_out_slice_end": dense.H}
+        given = {"input": y, "weight": None, "epsilon": 1e-5, **view}
+        return F.linear(wrapper(op, **given, _all_bases=[base])[1][:, :16], s.up1)
+
+    _, report = rewritten(fn)
+    assert not report.applied and "writes into a view" in str(report), str(report)

@@ -74,14 +74,26 @@ FUSED = {
     "sp_passes::ag_gemm": "all_gather",
     "sp_passes::gemm_rs": "reduce_scatter",
     "sp_passes::gemm_gather": "all_gather",
+    "sp_passes::weight_gather": "all_gather",
 }
-"""Ops that hold a collective and a product; ``count`` counts the collective."""
+"""Ops that hold a collective of no tokens alone; ``count`` counts the collective."""
 
 
 def op_name(node: fx.Node) -> str:
     """``namespace::op`` without the overload; empty for what is no operator."""
     schema = getattr(node.target, "_schema", None)
     return schema.name if schema is not None else ""
+
+
+def ranks_of(node: fx.Node) -> int | None:
+    """The ``tp_size`` that an op of sp_passes carries, the size that another collective names."""
+    if not op_name(node).startswith("sp_passes::"):
+        found = read_collective(node)
+        return None if found is None else found.size
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    at = names.index("tp_size") if "tp_size" in names else len(node.args)
+    size = node.args[at] if at < len(node.args) else None
+    return size if isinstance(size, int) else None
 
 
 def read_collective(node: fx.Node) -> Collective | None:

@@ -212,13 +212,16 @@ def _linear(node: fx.Node) -> Linear | None:
 
 def _vendor_result(node: fx.Node) -> Linear | None:
     call = args(node)[0]
-    if not isinstance(call, fx.Node) or call.target is not _AUTO_FUNCTIONALIZED:
+    if not isinstance(call, fx.Node) or call.target not in _AUTO_FUNCTIONALIZED:
         return None
     adapter = _VENDOR.get(args(call)[0])
     return adapter(call, node) if adapter and args(node)[1] == 1 else None
 
 
-_AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized
+_AUTO_FUNCTIONALIZED = (
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
+)
 
 for _op in (aten.mm.default, aten.bmm.default, aten.matmul.default):
     register_linear(_op, _mm)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 
 from torch import fx
-from torch.distributed.tensor.placement_types import Placement
+
+from ..declare import Declared
 
 _KEY = "sp_param"
 
 
-def mark(node: fx.Node, fqn: str, declared: Placement | None = None) -> None:
+def mark(node: fx.Node, fqn: str, declared: Declared | None = None) -> None:
     """Say that ``node`` is the weight ``fqn``, and what its module declared of it."""
     node.meta[_KEY] = fqn
     if declared is not None:
@@ -24,7 +25,8 @@ def mark(node: fx.Node, fqn: str, declared: Placement | None = None) -> None:
 
 
 def mark_use(node: fx.Node, use: str | None) -> None:
-    """Say how other graphs of this process use the weight: "sharded", "whole" or None."""
+    """Say how other graphs of this process use the weight: "sharded", "whole", None;
+    or "excluded": the configuration keeps it whole."""
     node.meta["sp_use"] = use
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from ..errors import SPError
-from .collectives import FUSED, op_name, read_collective
+from ..layout import ShardLayout
+from .collectives import FUSED, op_name, ranks_of, read_collective
 from .values import args, product, shape, value
 
 Share = Callable[[int], Fraction]
@@ -42,6 +43,7 @@ _FUSED_SENT: dict[str, tuple[bool, Share]] = {
     "sp_passes::ag_gemm": (True, SENT["all_gather"]),
     "sp_passes::gemm_rs": (False, lambda n: Fraction(n - 1)),
     "sp_passes::gemm_gather": (False, lambda n: Fraction(n - 1, n)),
+    "sp_passes::weight_gather": (True, lambda n: Fraction(n - 1, n)),
 }
 """Of its input (True) or its result (False): what lies between product and collective."""
 
@@ -63,12 +65,22 @@ def bytes_sent(graph: fx.Graph, tp_size: int) -> dict[str, int]:
         name = op_name(node)
         if name in FUSED:
             of_input, share = _FUSED_SENT[name]
-            sent[FUSED[name]] += _part(args(node)[0] if of_input else node, share(tp_size))
+            part = share(min(ranks_of(node) or tp_size, tp_size)) * _gathered_share(node)
+            sent[FUSED[name]] += _part(args(node)[0] if of_input else node, part)
         elif (found := read_collective(node)) is not None:
             ranks = found.size or tp_size
             share = SENT["all_gather" if name == _OWN_ALL_REDUCE else found.kind]
             sent[found.kind] += _part(found.x, share(ranks))
     return dict(sent)
+
+
+def _gathered_share(node: fx.Node) -> Fraction:
+    """Of a ``gemm_gather`` what is not this rank's own already; else all of it."""
+    text = str(args(node)[3]) if op_name(node) == "sp_passes::gemm_gather" else ""
+    if "=" not in text:
+        return Fraction(1)
+    layout = ShardLayout.parse(text)
+    return Fraction(layout.cut_size, layout.size)
 
 
 def _part(node: fx.Node, share: Fraction) -> int:

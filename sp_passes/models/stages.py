@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from ..errors import SPError
@@ -180,10 +180,22 @@ def stage_report(
         The report; sites of pattern ``pp_send`` have ``bytes_moved`` of one rank for
         ``tokens`` tokens, ``before`` and ``after``. ``seconds`` holds the stages' times.
     """
-    from .. import rewrite, trace
-    from ..config import SPConfig
-
     config = model if isinstance(model, KimiK3Config) else load_config(model)
+    graph = trace_stage(config, tp_size, pp_size, stage, tokens, dtype)
+    return rewrite_stage(graph, config, tp_size, pp_size, stage, patterns, strict)
+
+
+def trace_stage(
+    config: KimiK3Config,
+    tp_size: int,
+    pp_size: int,
+    stage: int,
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> fx.GraphModule:
+    """The graph of one rank's stage for ``tokens`` global tokens; no weights are allocated."""
+    from .. import trace
+
     module = KimiK3Stage(config, pp_size, stage, tp_size, dtype=dtype, device="meta")
     inputs = {"input_ids": torch.empty(tokens, dtype=torch.long, device="meta")}
     if stage:
@@ -193,7 +205,22 @@ def stage_report(
             name: torch.empty(size, dtype=dtype, device="meta")
             for name, size in zip(TENSORS, sizes, strict=True)
         }
-    graph = trace(module, **inputs)
+    return trace(module, **inputs)
+
+
+def rewrite_stage(
+    graph: fx.GraphModule,
+    config: KimiK3Config,
+    tp_size: int,
+    pp_size: int,
+    stage: int,
+    patterns: Sequence[str] | None = None,
+    strict: bool = False,
+) -> Report:
+    """Rewrite the graph of ``trace_stage`` in place, with its seams named; see ``stage_report``."""
+    from .. import rewrite
+    from ..config import SPConfig
+
     with_seams = patterns is None or "pp_send" in patterns
     options = SPConfig(
         tp_size=tp_size,
@@ -212,6 +239,8 @@ __all__ = [
     "init_stage",
     "layers_of",
     "local_rows",
+    "rewrite_stage",
     "seams_of",
     "stage_report",
+    "trace_stage",
 ]

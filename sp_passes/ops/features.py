@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops that move features between ranks: their schemas, shapes and run-time checks.
 
-    gemm_gather       x [rows, …, k] of every rank  -> [rows, …, n], whole on every rank
+    gemm_gather       x [rows, …, k] of every rank  -> [rows, …, n], whole on every rank but
+                                                       for kept segments, which stay local
     feature_to_token  x [tp_size * m, …, n / tp_size], a part of the features of all tokens
                                                     -> [m, …, n], own tokens whole
     token_to_feature  x [m, …, k], own tokens whole -> [tp_size * m, …, k / tp_size]
@@ -48,6 +49,29 @@ def restore(parts: Tensor, segments: tuple[int, ...], tp_size: int) -> Tensor:
     for size in segments:
         part = parts.narrow(-1, start // tp_size, size // tp_size).movedim(0, -2)
         out.narrow(-1, start, size).unflatten(-1, (tp_size, -1)).copy_(part)
+        start += size
+    return out
+
+
+def put_together(mine: Tensor, cut: ShardLayout, pg: dist.ProcessGroup, tp_size: int) -> Tensor:
+    """``[rows, …, local]``, this rank's features under ``cut`` -> all features of its rows.
+
+    What is cut comes from every rank; kept segments are this rank's own and travel nowhere.
+    """
+    pieces = mine.split(list(cut.local_segments(tp_size)), -1)
+    sent = torch.cat([piece for i, piece in enumerate(pieces) if i not in cut.kept], -1)
+    parts = unfused.all_gather(sent.unsqueeze(0), pg, tp_size)
+    out = mine.new_empty((*mine.shape[:-1], cut.size))
+    start = at = 0
+    for i, (size, piece) in enumerate(zip(cut.segments, pieces, strict=True)):
+        place = out.narrow(-1, start, size)
+        if i in cut.kept:
+            place.copy_(piece)
+        else:
+            width = piece.shape[-1]
+            part = parts.narrow(-1, at, width).movedim(0, -2)
+            place.unflatten(-1, (tp_size, width)).copy_(part)
+            at += width
         start += size
     return out
 
@@ -101,7 +125,9 @@ def _gemm_gather(
     cut = ShardLayout.parse(layout)
     shape = _product_shape(x, weight, cut, tp_size)
     shard = resident(weight, cut, pg)
-    vector = None if bias is None else resident(bias, ShardLayout(0, cut.segments), pg)
+    vector = None if bias is None else resident(bias, ShardLayout(0, cut.segments, cut.kept), pg)
+    if cut.kept:
+        return put_together(unfused.linear(x, shard, vector, cut.dim == 0), cut, pg, tp_size)
     call = Call(
         "gemm_gather",
         x.device.type,

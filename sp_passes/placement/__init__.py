@@ -14,6 +14,7 @@ from .check import NodePlacements, check, input_states
 from .context import Op, RuleError
 from .propagate import propagate
 from .registry import along, declare_op, row_wise
+from .rules_vendor import register_norm
 from .state import PARTIAL, REPLICATE, State, shard
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "declare_op",
     "input_states",
     "propagate",
+    "register_norm",
     "row_wise",
     "shard",
 ]

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ..declare import declared_placement
+from ..declare import Declared, declared_placement
 from ..errors import PlacementError
 from ..graph import params
+from ..layout import ShardLayout
 from .context import RuleError
 from .propagate import run
 from .registry import op_name
@@ -34,7 +35,7 @@ class NodePlacements(dict[str, "Placement | tuple[Placement, ...]"]):
 def check(
     gm: fx.GraphModule,
     config: Any,
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Declared] | None = None,
     tokens: str = "sharded",
 ) -> NodePlacements:
     """The placement of every node of ``gm``, or an error at the first rule that fails.
@@ -49,7 +50,9 @@ def check(
         PlacementError: names the node and op, what was found, what was needed and why, and
             the source line when the graph carries stack traces.
     """
-    states = run(gm.graph, config.tp_size, input_states(gm, placements, tokens), _raise)
+    inputs = input_states(gm, placements, tokens)
+    size = getattr(config, "shard_size", config.tp_size)
+    states = run(gm.graph, size, inputs, _raise, outer=config.tp_size)
     for node in gm.graph.nodes:
         if node.op == "output":
             _no_partial_leaves(node, states)
@@ -106,7 +109,7 @@ def source_line(node: fx.Node) -> str | None:
 
 def input_states(
     gm_or_graph: fx.GraphModule | fx.Graph,
-    placements: Mapping[str, Placement | State] | None = None,
+    placements: Mapping[str, Declared | State] | None = None,
     tokens: str = "sharded",
 ) -> dict[fx.Node, State]:
     """States of the placeholders and get_attr nodes of a graph.
@@ -148,14 +151,14 @@ def input_states(
     return states
 
 
-def _checked(placements: Any) -> dict[str, Placement | State]:
+def _checked(placements: Any) -> dict[str, Declared | State]:
     """``placements`` if it maps names to placements that can be followed."""
     if placements is not None and not isinstance(placements, Mapping):
         raise PlacementError(
             f"placements={placements!r}: needs a mapping such as {{'x': Shard(0)}}"
         )
     for name, placement in (placements or {}).items():
-        if not isinstance(placement, (Placement, State)):
+        if not isinstance(placement, (Placement, State, ShardLayout)):
             raise PlacementError(
                 f"placements[{name!r}] is {placement!r}; needs Shard(dim), Replicate() or "
                 "Partial() of torch.distributed.tensor"
@@ -165,7 +168,7 @@ def _checked(placements: Any) -> dict[str, Placement | State]:
     return dict(placements or {})
 
 
-def _fits(name: str, placement: Placement | State, ndim: int) -> None:
+def _fits(name: str, placement: Declared | State, ndim: int) -> None:
     if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
         raise PlacementError(
             f"placements[{name!r}] is {placement}, but that input has {ndim} dimensions"
@@ -181,7 +184,7 @@ def _is_param(node: fx.Node) -> bool:
     return node.op == "get_attr" or params.is_weight(node)
 
 
-def _default(node: fx.Node, owner: Any, tokens: str) -> Placement | State:
+def _default(node: fx.Node, owner: Any, tokens: str) -> Declared | State:
     value = _value(node, owner)
     if not isinstance(value, torch.Tensor):
         return REPLICATE

@@ -31,10 +31,10 @@ class RuleError(Exception):
 class Op:
     """One node as a rule sees it. One object serves a whole run; ``node`` moves on."""
 
-    __slots__ = ("env", "node", "tp_size")
+    __slots__ = ("env", "node", "outer", "tp_size")
 
-    def __init__(self, env: dict[fx.Node, States], tp_size: int) -> None:
-        self.env, self.tp_size = env, tp_size
+    def __init__(self, env: dict[fx.Node, States], tp_size: int, outer: int | None = None) -> None:
+        self.env, self.tp_size, self.outer = env, tp_size, outer
         self.node: fx.Node = None  # type: ignore[assignment]
 
     def state(self, arg: Any) -> State:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
-from . import rules  # noqa: F401  (fills the table)
+from . import rules, rules_in_part  # noqa: F401  (the first fills the table)
 from .context import Op, RuleError
 from .registry import entry_of, op_name, spread
 from .state import REPLICATE, State, States, of
@@ -21,6 +21,7 @@ def propagate(
     tp_size: int,
     inputs: Mapping[fx.Node, Placement | State],
     known: Mapping[fx.Node, States] | None = None,
+    outer: int | None = None,
 ) -> dict[fx.Node, States]:
     """The state of every node, for the SPMD program of one rank.
 
@@ -33,8 +34,11 @@ def propagate(
         inputs: states of placeholders and get_attr nodes; what is missing is replicated.
         known: states of an earlier run that still hold, so that only new nodes are looked at,
             and those that were unknown.
+        outer: ranks of the whole group, where ``tp_size`` is a part of it that weights are
+            sharded over: what a collective of either brings is whole as the part sees it
+            (``policy.groups.verify`` keeps the two apart).
     """
-    return run(graph, tp_size, inputs, _unknown, known)
+    return run(graph, tp_size, inputs, _unknown, known, outer)
 
 
 def _unknown(node: fx.Node, error: RuleError) -> State:
@@ -47,10 +51,11 @@ def run(
     inputs: Mapping[fx.Node, Placement | State],
     refuse: Refuse,
     known: Mapping[fx.Node, States] | None = None,
+    outer: int | None = None,
 ) -> dict[fx.Node, States]:
     """``propagate`` with ``refuse`` called where a rule fails; it raises or gives a state."""
     env: dict[fx.Node, States] = {}
-    op = Op(env, tp_size)
+    op = Op(env, tp_size, outer)
     strict = refuse is not _unknown
     known = known or {}
     for node in graph.nodes:
@@ -79,20 +84,22 @@ def _call(op: Op, node: fx.Node, refuse: Refuse, strict: bool) -> States:
     env = op.env
     entry = entry_of(node.target)
     op.node = node
-    plain, unknown = entry.plain, None
+    plain, unknown, in_part = entry.plain, None, False
     for source in node._input_nodes:
         state = env[source]
         if state is not REPLICATE:
             plain = False
-            if type(state) is State and state.placement is None:
-                unknown = state
-                break
+            if type(state) is State:
+                if state.placement is None:
+                    unknown = state
+                    break
+                in_part = in_part or state.runs is not None
     if plain:
         return spread(op, REPLICATE)
     if unknown is not None:
         return entry.result(op) if entry.result else spread(op, unknown)
     try:
-        return entry.rule(op)
+        return rules_in_part.apply(op, entry.rule) if in_part else entry.rule(op)
     except RuleError as error:
         if entry.result and not strict:
             return entry.result(op)

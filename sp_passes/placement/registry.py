@@ -72,6 +72,8 @@ def declarations() -> list[str]:
 
 def _describe(rule: Any) -> str:
     """A rule's name and the values it was made with."""
+    if not hasattr(rule, "__qualname__"):
+        return repr(rule)
     cells = [repr(cell.cell_contents) for cell in getattr(rule, "__closure__", None) or ()]
     return f"{rule.__module__}.{rule.__qualname__}({', '.join(cells)})"
 

@@ -11,7 +11,9 @@ from . import (  # noqa: F401
     rules_matmul,
     rules_pointwise,
     rules_reduce,
+    rules_vendor,
     rules_view,
+    rules_weight,
 )
 from .context import Op, RuleError
 from .registry import entry_of, op_name, register, spread

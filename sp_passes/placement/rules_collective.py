@@ -13,7 +13,7 @@ from .context import Op, RuleError
 from .registry import register, spread
 from .rules_matmul import product
 from .rules_pointwise import Operand, add_up, operand
-from .state import REPLICATE, State, States, same_segments, shard
+from .state import REPLICATE, State, States, in_part, same_segments, shard
 
 SHARD0 = shard(0)
 
@@ -21,7 +21,7 @@ SHARD0 = shard(0)
 def _world(op: Op, names: tuple[str, ...]) -> None:
     for name in names:
         size = op.arg(name)
-        if isinstance(size, int) and size != op.tp_size:
+        if isinstance(size, int) and size not in (op.tp_size, op.outer):
             raise RuleError(
                 f"a group of {size} ranks",
                 f"the TP group, of {op.tp_size}",
@@ -166,12 +166,21 @@ def _products(op: Op) -> States:
             state = _times(op, rows, weight, cut.dim == 0)
             sizes = op.node.meta["val"][len(out)].shape
             addends = [operand(op, bias)] if bias is not None else []
-            out.append(add_up([*addends, Operand("the product", sizes, state)], sizes))
+            total = add_up([*addends, Operand("the product", sizes, state)], sizes)
+            out.append(_as_in_part(op, weight, bias, total))
             continue
         _whole(op, [weight], "the op cuts the whole logical weight itself")
         _whole(op, [bias], "the op cuts the whole logical bias itself")
         out.append(shard(last, cut.segments))
     return (*out, REPLICATE) if op.arg("gathered", False) else tuple(out)
+
+
+def _as_in_part(op: Op, weight: fx.Node, bias: Any, product: State) -> State:
+    """The product of a weight that is whole in part is so in the same parts."""
+    runs = op.state(weight).runs
+    if bias is not None and op.state(bias).runs != runs:
+        raise RuleError(op.describe(bias), f"the parts of {op.describe(weight)}")
+    return product if runs is None or product.dim is None else in_part(product.dim, runs)
 
 
 def _times(op: Op, x: Operand, weight: fx.Node, out_first: bool) -> State:
@@ -221,6 +230,9 @@ def _gemm_gather(op: Op) -> State:
     _world(op, ("tp_size",))
     x = op.args[0]
     _whole(op, [op.arg("weight"), op.arg("bias")], "the op cuts whole logical weights itself")
+    if (cut := ShardLayout.parse(op.arg("layout"))).kept:
+        weight = op.arg("weight")
+        raise RuleError(op.describe(weight), f"the sharded segments of the layout {cut}")
     if not op.state(x).is_replicate:
         raise RuleError(
             op.describe(x),

@@ -10,9 +10,24 @@ from functools import lru_cache
 from torch import fx
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-__all__ = ["PARTIAL", "REPLICATE", "Env", "Segments", "State", "States", "constant", "of", "shard"]
+from ..layout import ShardLayout
+
+__all__ = [
+    "PARTIAL",
+    "REPLICATE",
+    "Env",
+    "Runs",
+    "Segments",
+    "State",
+    "States",
+    "constant",
+    "in_part",
+    "of",
+    "shard",
+]
 
 Segments = tuple[int, ...]
+Runs = tuple[tuple[int, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -29,12 +44,16 @@ class State:
         reason: why the placement is unknown; names the first op that could not be placed.
         constant: of a ``Replicate()`` whose elements all have one value (``aten.full``):
             that value (nan when not known). It fits every placement of its neighbours.
+        runs: of a ``Shard(dim)`` that is whole in part (a merged weight and what it makes):
+            ``(local size, is whole)`` of each run of elements along ``dim``. Only the rules
+            in ``rules_in_part.py`` see such a state.
     """
 
     placement: Placement | None
     segments: Segments | None = None
     reason: str | None = None
     constant: float | None = None
+    runs: Runs | None = None
 
     @property
     def dim(self) -> int | None:
@@ -52,6 +71,9 @@ class State:
     def __str__(self) -> str:
         if self.placement is None:
             return f"unknown ({self.reason})"
+        if self.runs is not None and isinstance(self.placement, Shard):
+            whole = [n for n, is_whole in self.runs if is_whole]
+            return f"Shard({self.placement.dim}) but for {whole} whole"
         if isinstance(self.placement, Shard):
             parts = f" of segments {list(self.segments)}" if self.segments else ""
             return f"Shard({self.placement.dim}){parts}"
@@ -77,14 +99,26 @@ def constant(value: float) -> State:
     return State(Replicate(), constant=value)
 
 
-def of(placement: Placement | State, ndim: int, trusted: bool = False) -> State:
+def in_part(dim: int, runs: Runs) -> State:
+    """The state of a value of which some runs along ``dim`` are whole; plain where all agree."""
+    kinds = {whole for _, whole in runs}
+    if len(kinds) < 2:
+        return shard(dim, ()) if False in kinds else REPLICATE
+    return State(Shard(dim), (), runs=runs)
+
+
+def of(placement: Placement | State | ShardLayout, ndim: int, trusted: bool = False) -> State:
     """The state of an input of the graph with ``ndim`` dimensions.
 
     Args:
+        placement: a layout is that of a weight, whose kept segments are sharded.
         trusted: the segments of a sharded value are the model's own affair (weights).
     """
     if isinstance(placement, State):
         return REPLICATE if placement == REPLICATE else placement
+    if isinstance(placement, ShardLayout):
+        pairs = enumerate(placement.segments)
+        return in_part(placement.dim, tuple((n, i not in placement.kept) for i, n in pairs))
     if isinstance(placement, Shard):
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
         return shard(dim, () if trusted or dim > 0 else None)
