@@ -4,6 +4,7 @@
 compile, trace, rewrite, check, SequenceParallelPass   the pass, by several doors
 SPConfig, Report                                       options in, decisions out
 unshard, load_full_state_dict, resident_bytes          the weights afterwards
+dump                                                   a graph as JSON, for sp-passes inspect
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from . import ops
 from .api import CompiledModule, compile, rewrite
 from .backend import SequenceParallelPass
 from .config import SPConfig
-from .declare import declare_placement, declared_placement
+from .declare import declare_placement, declare_segments, declared_placement
 from .errors import PlacementError, ReplicationError, ShardingError, SPError
+from .inspect import dump
 from .layout import ShardLayout
 from .placement import check, declare_op
 from .report import Decision, Report
@@ -39,7 +41,9 @@ __all__ = [
     "compile",
     "declare_op",
     "declare_placement",
+    "declare_segments",
     "declared_placement",
+    "dump",
     "load_full_state_dict",
     "local_rows",
     "ops",

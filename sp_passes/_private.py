@@ -37,6 +37,32 @@ def all_gather_into(out: torch.Tensor, mine: torch.Tensor, pg: Any) -> None:
     gather(out, mine, group=pg)
 
 
+def start_all_gather(out: torch.Tensor, mine: torch.Tensor, pg: Any) -> Any:
+    """As ``all_gather_into``, not waited for: what is returned has ``wait()``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, mine, group=pg, async_op=True)
+
+
+def new_part(group: Any, ranks: list[int], name: str) -> Any:
+    """A process group of some members of ``group``, made by those members alone.
+
+    ``dist.new_group`` wants every process of the job, or else names the group by how many
+    groups a process belongs to, which differs.
+
+    Args:
+        ranks: their global ranks, in order; this process among them.
+        name: the same on each of them, and new.
+    """
+    module = "torch.distributed.distributed_c10d"
+    mine = ranks.index(dist.get_rank())
+    backend = dist.Backend(dist.get_backend_config(group))
+    make, store = _get(module, "_new_process_group_helper"), default_store()
+    wait = _get("torch.distributed.constants", "default_pg_timeout")
+    part, _ = make(len(ranks), mine, ranks, backend, store, name, timeout=wait, group_desc=name)
+    _get(module, "_world").pg_group_ranks[part] = {rank: i for i, rank in enumerate(ranks)}
+    return part
+
+
 def device_types(pg: Any) -> set[str]:
     """Device types whose tensors the group's backends move."""
     return {d.type for d in getattr(pg, "_device_types", [torch.device("cpu")])}
@@ -111,3 +137,42 @@ def source_name(placeholder: Any) -> str:
 
 
 CustomGraphPass: Any = _get("torch._inductor.custom_graph_pass", "CustomGraphPass")
+
+
+def dtype_names() -> dict[str, torch.dtype]:
+    """Dtypes by the short names that printed graphs use, such as ``bf16``."""
+    return {
+        short: dtype for dtype, short in _get("torch.utils._dtype_abbrs", "dtype_abbrs").items()
+    }
+
+
+def symbolic_size(env: Any, name: str, hint: int) -> torch.SymInt:
+    """A size of a shape environment that may be anything from 2; ``hint`` decides guards."""
+    source = _get("torch._dynamo.source", "ConstantSource")(name)
+    dynamic = _get("torch.fx.experimental.symbolic_shapes", "DimDynamic").DYNAMIC
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=dynamic, constraint_dim=None)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def size_hint(size: torch.SymInt) -> int | None:
+    """The example size that a symbolic size was made with, if there is one."""
+    node = getattr(size, "node", None)
+    return node.hint if node is not None and getattr(node, "has_hint", lambda: False)() else None
+
+
+def exported_dtype_names() -> dict[int, str]:
+    """``torch.bfloat16`` by the number that torch.export's JSON has for it."""
+    table = _get("torch._export.serde.serialize", "_TORCH_TO_SERIALIZE_DTYPE")
+    return {int(number): str(dtype) for dtype, number in table.items()}
+
+
+def exported_dtypes() -> dict[int, str]:
+    """The same as short names, such as ``bf16``."""
+    short = {str(dtype): name for name, dtype in dtype_names().items()}
+    return {number: short[name] for number, name in exported_dtype_names().items() if name in short}
+
+
+def aot_backend(compiler: Any) -> Any:
+    """A Dynamo backend that hands AOTAutograd's graph to ``compiler``."""
+    make = _get("torch._dynamo.backends.common", "aot_autograd")
+    return make(fw_compiler=compiler, inference_compiler=compiler)

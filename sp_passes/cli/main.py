@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -20,6 +21,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
 app.add_typer(bench, name="bench")
+vllm = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look into vLLM.")
+app.add_typer(vllm, name="vllm")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -57,7 +60,9 @@ def demo(json: Json = False) -> None:
 def report(
     model: Annotated[str, typer.Option(help="'kimi-k3' or the path of such a config.json.")],
     tp: Annotated[int, typer.Option(help="Ranks of the tensor-parallel group.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Global tokens of a step.")] = 64,
+    tokens: Annotated[
+        str, typer.Option(help="Global tokens of a step, or a range such as 1:65536.")
+    ] = "64",
     layers: Annotated[Optional[int], typer.Option(help="Cut or repeat the layers.")] = None,  # noqa: UP045
     pattern: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -69,12 +74,142 @@ def report(
         typer.Option(help="Stages of a pipeline; report the one that --stage says."),
     ] = None,
     stage: Annotated[Optional[int], typer.Option(help="Stage to report, from 0.")] = None,  # noqa: UP045
+    hardware: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="h100, h200, b200, gb200, gb300, or a file of `calibrate`."),
+    ] = None,
+    policy: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="latency, memory or balanced: which sites are sharded."),
+    ] = None,
+    need_gib: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Instead: the cheapest sites that free so many GiB of a rank."),
+    ] = None,
+    shard_group: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Shard over parts of so many ranks, or 'node'."),
+    ] = None,
+    plot: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="With a range: draw step time over tokens into this PNG."),
+    ] = None,
+    gpu_memory: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="GiB of a GPU: print the memory budget; 0 takes the profile's."),
+    ] = None,
+    utilization: Annotated[float, typer.Option(help="Share of the memory to use.")] = 0.95,
+    ep: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Ranks that share the routed experts; as --tp by default."),
+    ] = None,
+    experts: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Routed experts of a layer, if a checkpoint keeps fewer."),
+    ] = None,
+    expert_bits: Annotated[
+        float, typer.Option(help="Bits of a routed expert's weight with its scales.")
+    ] = 4.25,
+    kv_bytes: Annotated[int, typer.Option(help="Bytes of a cached latent: 2, or 1 for fp8.")] = 2,
+    sequences: Annotated[int, typer.Option(help="Sequences whose KDA states are held.")] = 0,
     json: Json = False,
 ) -> None:
-    """What would be rewritten in a model, or one stage, as one rank sees it; nothing is run."""
-    from . import report as command
+    """What would be rewritten in a model, or one stage, as one rank sees it; nothing is run.
 
-    command.run(command.Asked(model, tp, tokens, layers, pattern, strict, pp, stage), json)
+    With a range of tokens: which form of each site is the fastest where, and step time.
+    """
+    from . import report as command
+    from .crossover import parse_tokens
+
+    low, high = parse_tokens(tokens)
+    asked = command.Asked(
+        model=model,
+        tp=tp,
+        tokens=low,
+        layers=layers,
+        patterns=pattern,
+        strict=strict,
+        pp=pp,
+        stage=stage,
+        high=high,
+        hardware=hardware,
+        policy=policy,
+        need_gib=need_gib,
+        shard_group=shard_group,
+        plot=plot,
+        gpu_memory=gpu_memory,
+        utilization=utilization,
+        ep=ep,
+        experts=experts,
+        expert_bits=expert_bits,
+        kv_bytes=kv_bytes,
+        sequences=sequences,
+    )
+    command.run(asked, json)
+
+
+@app.command()
+@handled
+def calibrate(
+    out: Annotated[str, typer.Option(help="File to write the profile to.")] = "hardware.json",
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Local ranks; as many as there are GPUs by default."),
+    ] = None,
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Name of the profile; the device's by default."),
+    ] = None,
+    base: Annotated[
+        str, typer.Option(help="Profile that gives what cannot be measured here.")
+    ] = "h200",
+    json: Json = False,
+) -> None:
+    """Measure this machine for the cost model, in about a minute, and write a profile."""
+    from . import calibrate as command
+
+    command.run(out, ranks, name, base, json)
+
+
+@app.command()
+@handled
+def inspect(
+    paths: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="PATH", help="A dump: file, log, folder or archive."),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks of the tensor-parallel group.")] = 8,
+    tokens: Annotated[str, typer.Option(help="sharded, replicated, or auto.")] = "auto",
+    graph: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="One graph, by number or a part of its name."),
+    ] = None,
+    pattern: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Use this pattern only; may be given several times."),
+    ] = None,
+    declare: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Where a weight lives, such as '*.o_proj.weight=S1'."),
+    ] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Compare two dumps.")] = False,
+    rank_diff: Annotated[
+        bool, typer.Option("--rank-diff", help="Do all ranks' dumps in the folder agree?")
+    ] = False,
+    html: Annotated[Optional[str], typer.Option(help="Write a report to this file.")] = None,  # noqa: UP045
+    vllm: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Trace vLLM's model of this config.json instead; nothing is served."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Why was a dumped graph not rewritten, and what would a rewrite buy?"""
+    from . import inspect as command
+
+    asked = command.Asked(
+        paths or [], tp, tokens, graph, pattern, declare, diff, rank_diff, html, vllm
+    )
+    command.run(asked, json)
 
 
 @app.command()
@@ -109,6 +244,60 @@ def passes(json: Json = False) -> None:
     from .bench import passes as command
 
     command(json)
+
+
+@bench.command()
+@handled
+def kernels(
+    op: Annotated[Optional[str], typer.Option(help="ag_gemm or gemm_rs alone.")] = None,  # noqa: UP045
+    tokens: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Global tokens, such as 1024,4096."),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that one process stands in for.")] = 8,
+    link: Annotated[
+        str, typer.Option(help="Its stand-in for a link: pinned or device.")
+    ] = "pinned",
+    mlp: Annotated[bool, typer.Option(help="The decode MLP too, over real links.")] = True,
+    write: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Extend this table of kernels with the winners; over real links."),
+    ] = None,
+    plot: Annotated[Optional[Path], typer.Option(help="Draw the times to this PNG.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Fused kernels on this machine's GPUs, against the product and the transfer alone.
+
+    For real links: torchrun --nproc-per-node N -m sp_passes bench kernels.
+    """
+    from . import bench_kernels as command
+
+    command.run(command.Asked(op, tokens, tp, link, mlp, write, plot), json)
+
+
+@vllm.callback()
+def vllm_options() -> None:
+    pass
+
+
+@vllm.command()
+@handled
+def survey(
+    model: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Look at this model only; may be given several times."),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks of the tensor-parallel group.")] = 2,
+    policy: Annotated[
+        str, typer.Option(help="latency, memory or balanced: which sites are sharded.")
+    ] = "memory",
+    json: Json = False,
+) -> None:
+    """What the passes find in vLLM's own models, at tiny widths; exit 1 if one cannot be built."""
+    from . import vllm as command
+
+    if not command.survey(model or (), tp, policy, json):
+        raise typer.Exit(1)
 
 
 def main() -> None:
