@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.installed-vllm
+# Test files are shared out; those with most slow tests are first in line.
+WORKERS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint types clean
 
@@ -12,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/sp-passes demo
 
 test: $(VLLM)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

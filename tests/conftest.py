@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,12 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import ranks  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests first: workers share the suite by files."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_sessionfinish() -> None:
