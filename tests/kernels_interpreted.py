@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sp_passes.ops import decode, one_shot
+from sp_passes.bench.links import LoopBackPeers
+from sp_passes.ops import decode, one_shot, triton_gemm
 from sp_passes.ops.decode import Activation, Tiling, Workspace
 
 K, INNER, HIDDEN = 512, 128, 192
@@ -111,9 +112,33 @@ def one_shot_collectives() -> None:
             assert shot.add(parts, bias).equal((total + bias).half()), size
 
 
+def ag_gemm_in_one() -> None:
+    """Every way to cut, rows that end inside a tile or not, both orders of a weight, a bias."""
+    cuts = (triton_gemm.WIDE, triton_gemm.WIDE_FLAT, triton_gemm.MIDDLE, triton_gemm.NARROW)
+    for size, rows, pieces, n, k in ((2, 40, 1, 272, 128), (3, 256, 2, 144, 64)):
+        weight, bias = (torch.randn(n, k) / k**0.5).half(), torch.randn(n).half()
+        turned = weight.t().contiguous()
+        triton_gemm.pieces_of = lambda rows, pieces=pieces: pieces
+        for cut in cuts if rows % 128 == 0 else cuts[2:]:
+            triton_gemm.tiles_for = lambda *args, cut=cut: cut
+            peers = LoopBackPeers(size, (rows, k), torch.float16, "device", True, "cpu")
+            for call in range(2):
+                x = torch.randn(rows, k).half()
+                everyone = torch.cat([x, peers.far[1:].flatten(0, 1)]).double()
+                peers.slots.fill_(float("nan"))
+                _, (with_bias, plain) = triton_gemm.gather_products(
+                    x, [weight, turned], [bias, None], [True, False], peers
+                )
+                ref = everyone @ weight.double().t()
+                assert error(plain, ref) < 1e-3, (size, cut)
+                assert error(with_bias, ref + bias.double()) < 1e-3, (size, cut)
+                heard = peers.mailbox.flags[1:, :pieces].unique().tolist()
+                assert peers.mailbox.numbers[:pieces].unique().tolist() == heard == [call + 1]
+
+
 CASES = (
     decode_mlp, splits_that_do_not_divide, same_bits_in_any_batch, nan_stays_in_its_row,
-    small_gates, rank_order, one_shot_collectives,
+    small_gates, rank_order, one_shot_collectives, ag_gemm_in_one,
 )  # fmt: skip
 
 

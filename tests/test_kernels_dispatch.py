@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_passes import SPError
-from sp_passes.ops import copy_engine, kernels, symmetric, tuned
+import sp_passes
+from sp_passes import SPConfig, SPError
+from sp_passes.bench import plot
+from sp_passes.cli import bench_kernels
+from sp_passes.ops import copy_engine, features, gather_engine, kernels, symmetric, tuned
 from sp_passes.ops.kernels import Call, choose
 
 CALL = Call("ag_gemm", "cuda", torch.bfloat16, 6288, 7168, 4096, 2)
@@ -41,7 +44,7 @@ def test_measured_winner_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(on(CALL, device="cpu"), "auto").name == "unfused"
 
 
-@pytest.mark.parametrize("name", ["copy_engine", "torch"])
+@pytest.mark.parametrize("name", ["copy_engine", "torch", "triton"])
 def test_cuda_only_kernels_say_so(name: str) -> None:
     with pytest.raises(SPError, match=f"kernel '{name}' does not support .* are on cpu"):
         choose(on(CALL, device="cpu"), name)
@@ -86,7 +89,7 @@ def test_table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned.write(path, {other: ((64, "unfused"),)})
     assert tuned.read(path) == {key: ((4096, "copy_engine"),), other: ((64, "unfused"),)}
     monkeypatch.setenv(tuned.VARIABLE, str(path))
-    monkeypatch.setattr(tuned, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(tuned, "capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tuned.table.cache_clear()
     try:
@@ -207,6 +210,38 @@ def test_no_symmetric_memory_falls_back_once(
     assert symmetric._unusable[group.group_name] == "peer access is not supported"
 
 
+def test_too_few_signal_words_fall_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Small(symmetric.SymmetricPeers):
+        def __init__(self, pg: Any, device: torch.device, nbytes: int) -> None:
+            self.size, self.handle = 64, SimpleNamespace(signal_pad_size=2048)
+            self._require_signals()
+
+    monkeypatch.setattr(symmetric, "SymmetricPeers", Small)
+    monkeypatch.setattr(symmetric, "_unusable", {})
+    group: Any = SimpleNamespace(group_name="many ranks")
+    assert symmetric.workspace(group, torch.device("cuda"), 64) is None
+    assert "9 signal channels of 64 ranks need 2304 bytes" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("segments", [(16,), (8, 8)])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_gemm_gather_schedule(streams: None, rows: int, segments: tuple[int, ...]) -> None:
+    size, rank, k = 4, 1, 5
+    slots = torch.randn(size, rows, 4)
+    x, weight, bias = torch.randn(rows, k), torch.randn(4, k), torch.randn(4)
+    peers = Recorder(slots, rank)
+    out = gather_engine.product_gather(x, weight, bias, True, segments, peers)
+    mine = x @ weight.t() + bias
+    assert torch.allclose(slots[rank], mine)
+    assert out.equal(features.restore(slots, segments, size))
+    assert out.untyped_storage().data_ptr() != slots.untyped_storage().data_ptr()
+    assert len(peers.pushed) == size - 1
+    assert all(torch.allclose(there, mine) for there in peers.pushed.values())
+    assert {entry[1] for entry in peers.log if entry[0] == "wait"} == {0, 2, 3}
+
+
 def test_a_larger_call_keeps_the_old_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
@@ -222,3 +257,52 @@ def test_a_larger_call_keeps_the_old_buffer(monkeypatch: pytest.MonkeyPatch) -> 
         symmetric.workspace(group, torch.device("cuda"), nbytes)
     assert made == [64, 128]
     assert [old.nbytes for old in symmetric._kept] == [64]
+    monkeypatch.setattr(symmetric, "_most_tokens", {})
+    symmetric.expect("grows", 100)
+    symmetric.workspace(group, torch.device("cuda"), 256, tokens=8)
+    symmetric.workspace(group, torch.device("cuda"), 3200, tokens=100)
+    assert made[2:] == [3200]
+
+
+def test_max_tokens_reaches_the_workspaces(solo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "_most_tokens", {})
+    config = SPConfig(group=solo, max_tokens=4096)
+    sp_passes.compile(torch.nn.Linear(8, 8), config)(torch.zeros(2, 8))
+    assert symmetric._most_tokens == {solo.group_name: 4096}
+
+
+def test_bench_kernels_needs_a_gpu() -> None:
+    asked = bench_kernels.Asked(None, None, 8, "pinned", True, None, None)
+    with pytest.raises(SPError, match=r"bench kernels needs an NVIDIA GPU; torch .* sees none"):
+        bench_kernels.run(asked, False)
+
+
+def measured() -> dict[str, Any]:
+    """Two ops, each with a kernel that the other does not have."""
+    rows = [
+        {"op": op, "n": 8, "k": 8, "tokens": m, "tp_size": 2, "link": "peer",
+         "us": {"unfused": 2.0 * m, own: 1.5 * m}, "over_floor": {"unfused": 2.0, own: 1.5},
+         "product_us": 1.0 * m, "transfer_us": 0.5 * m}
+        for op, own in (("ag_gemm", "triton"), ("gemm_rs", "nccl")) for m in (1, 2)
+    ]  # fmt: skip
+    return {"device": "a GPU", "rows": rows}
+
+
+def test_bench_kernels_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    asked = bench_kernels.Asked(None, None, 8, "pinned", True, None, None)
+    bench_kernels._report(measured(), asked, False)
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert [row[6:] for row in cells] == [
+        ["2 (2.00)", "2 (1.50)", ""], ["4 (2.00)", "3 (1.50)", ""],
+        ["2 (2.00)", "", "2 (1.50)"], ["4 (2.00)", "", "3 (1.50)"],
+    ]  # fmt: skip
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot.draw(measured(), tmp_path / "times.png")
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")

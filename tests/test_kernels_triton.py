@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from sp_passes import SPError
-from sp_passes.ops import decode, one_shot
+from sp_passes.ops import decode, one_shot, triton_gemm
 from sp_passes.ops.decode import Activation, Tiling
 
 SCRIPT = Path(__file__).parent / "kernels_interpreted.py"
 CASES = (
     "decode_mlp", "splits_that_do_not_divide", "same_bits_in_any_batch", "nan_stays_in_its_row",
-    "small_gates", "rank_order", "one_shot_collectives",
+    "small_gates", "rank_order", "one_shot_collectives", "ag_gemm_in_one",
 )  # fmt: skip
 
 
@@ -84,3 +84,26 @@ def test_more_rows_than_the_one_shot_buffers_hold() -> None:
     shot = one_shot.loop_back(torch.device("cpu"), 2, 1, 64, 64, 64)
     with pytest.raises(SPError, match="3 rows of 64 do not fit buffers for 1 rows of 64"):
         shot.gather(torch.zeros(3, 64))
+
+
+def test_tiles_fill_the_waves() -> None:
+    """192 columns where they divide the work evenly; wide tiles only where none is cut off."""
+    assert triton_gemm.tiles_for(8, 6288, 7168, 132, True) == triton_gemm.MIDDLE
+    assert triton_gemm.tiles_for(8, 1536, 7168, 132, True) == triton_gemm.NARROW
+    assert triton_gemm.tiles_for(256, 6288, 7168, 132, True) == triton_gemm.WIDE
+    assert triton_gemm.tiles_for(256, 6288, 7168, 132, False) != triton_gemm.WIDE
+
+
+def test_pieces_are_whole_tiles() -> None:
+    for rows in (1, 128, 1000, 1024, 2048, 4096, 4100):
+        pieces = triton_gemm.pieces_of(rows)
+        assert pieces == 1 or rows % (pieces * triton_gemm.BM) == 0
+    assert [triton_gemm.pieces_of(rows) for rows in (512, 1024, 2048, 4100)] == [1, 2, 4, 1]
+
+
+def test_rows_that_descriptors_cannot_describe() -> None:
+    x, weight = torch.zeros(4, 64), torch.zeros(32, 64)
+    assert triton_gemm.fits(x, weight)
+    assert not triton_gemm.fits(x, weight.t())
+    assert not triton_gemm.fits(x, torch.zeros(32, 66))
+    assert not triton_gemm.fits(x, weight.half())

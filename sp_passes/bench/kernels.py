@@ -17,19 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import copy_engine, one_shot, torch_fused, tuned, unfused
+from ..ops import copy_engine, one_shot, torch_fused, triton_gemm, tuned, unfused
 from ..ops.decode import add_in_rank_order
 from ..ops.mlp import activate
 from .decode import SITU, draw
 from .links import LoopBackPeers
 from .timing import capture, host_us, replay_us, versions
 
-# Weights of one rank of Kimi-K3 at TP8: KDA, MLA, shared experts in; and their way back.
+# Weights of one rank of Kimi-K3 at TP8: KDA, MLA, shared experts in; and their way back. Last in
+# each row the shared experts at TP2.
 SHAPES = {
-    "ag_gemm": ((6288, 7168), (3648, 7168), (1536, 7168)),
-    "gemm_rs": ((7168, 1536), (7168, 768)),
+    "ag_gemm": ((6288, 7168), (3648, 7168), (1536, 7168), (6144, 7168)),
+    "gemm_rs": ((7168, 1536), (7168, 768), (7168, 3072)),
 }
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+OURS = ("unfused", "copy_engine", "triton")
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
@@ -84,7 +87,7 @@ def winners(rows: Sequence[Row]) -> dict[tuned.Key, tuned.Buckets]:
         capability = torch.cuda.get_device_capability()
         key = (capability, row["op"], row["n"], row["k"], row["tp_size"], "bfloat16")
         # Not torch's: its reduction promises no order, and its results are not checked here.
-        ours = {name: row["us"][name] for name in ("unfused", "copy_engine")}
+        ours = {name: us for name, us in row["us"].items() if name in OURS}
         times.setdefault(key, {})[row["tokens"]] = ours
     return {key: tuned.buckets_of(found) for key, found in times.items()}
 
@@ -133,6 +136,9 @@ def _stand_in(op: str, n: int, k: int, m: int, tp: int, link: str) -> Row:
         def overlapped() -> None:
             copy_engine.gather_products(x, [weight], [None], [True], peers)
 
+        def in_one() -> None:
+            triton_gemm.gather_products(x, [weight], [None], [True], peers)
+
         product = lambda: full @ weight.t()  # noqa: E731
     else:
         x = _random(m, k)
@@ -151,9 +157,11 @@ def _stand_in(op: str, n: int, k: int, m: int, tp: int, link: str) -> Row:
         "transfer": peers.transfer,
         "unfused": one_after_the_other,
         "copy_engine": overlapped,
+        **({"triton": in_one} if gather else {}),
     }
     row = _row(op, n, k, m, tp, link, {what: replay_us([c] * 3, 7) for what, c in calls.items()})
-    return row | {"host_us": host_us(overlapped, 60)}
+    hosts = {name: host_us(calls[name], 60) for name in OURS[1:] if name in calls}
+    return row | {"host_us": hosts}
 
 
 def _real(op: str, n: int, k: int, m: int, group: Any) -> Row:
@@ -169,6 +177,7 @@ def _real(op: str, n: int, k: int, m: int, group: Any) -> Row:
             "transfer": lambda: unfused.all_gather(x, group, tp),
             "unfused": lambda: unfused.ag_gemm(*args),
             "copy_engine": lambda: copy_engine.ag_gemm(*args, gathered=False),
+            "triton": lambda: triton_gemm.ag_gemm(*args, gathered=False),
             "torch": lambda: torch_fused.ag_gemm(*args),
         }
     else:
@@ -244,33 +253,3 @@ def _group_us(call: Callable[[], Any], group: Any, rounds: int = 10, burst: int 
     worst = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX, group)
     return float(worst)
-
-
-def main() -> None:
-    """Under torchrun: rank 0 prints. ``torchrun --nproc-per-node N -m sp_passes.bench.kernels``."""
-    import json
-    import os
-    import sys
-
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(rank)
-    group: Any = None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-        group = dist.group.WORLD
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    write = out.with_suffix(".table.json") if out else None
-    result = run(group=group, write=write)
-    if group is not None:
-        result["mlp"] = mlp_rows(group)
-    if rank == 0:
-        print(table(result))
-        print(*result.get("mlp", []), sep="\n")
-        if out:
-            out.write_text(json.dumps(result, indent=1))
-    if group is not None:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

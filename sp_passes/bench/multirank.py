@@ -28,8 +28,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from ..layout import ShardLayout
 from ..ops import one_shot
 from ..ops.decode import MAX_TOKENS
+from ..ops.kernels import _TABLE
 from .decode import SITU, activation
 from .timing import relative_error, versions
 
@@ -40,9 +42,8 @@ RS_SHAPES = ((7168, 768), (7168, 1536))
 
 
 def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from ..ops.kernels import _TABLE
-
-    return _TABLE["ag_gemm", name].run, _TABLE["gemm_rs", name].run
+    back = name if ("gemm_rs", name) in _TABLE else "copy_engine"
+    return _TABLE["ag_gemm", name].run, _TABLE["gemm_rs", back].run
 
 
 def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -101,6 +102,24 @@ class Case:
         return self._row("gemm_rs", rows * self.size, n, k) | {
             "error": _finite_error(out, ref),
             "nan_inf_stay": _same_places(out, ref),
+        }
+
+    def gather_row(self, seed: int, rows: int) -> Row:
+        """gemm_gather of q_a + kv_a: everyone's features of the same rows, in logical order."""
+        k, segments = 7168, (1536, 576)
+        whole = _draw(seed, sum(segments), k) / k**0.5
+        x = _draw(seed + 1, rows, k)
+        layout = ShardLayout(0, segments)
+        run = _TABLE["gemm_gather", "copy_engine"].run
+        out = run(
+            x, layout.take(whole, self.rank, self.size), None, True, segments, self.pg, self.size
+        )
+        again = run(
+            x, layout.take(whole, self.rank, self.size), None, True, segments, self.pg, self.size
+        )
+        return self._row("gemm_gather", rows, sum(segments), k) | {
+            "error": relative_error(out, x.double() @ whole.double().T),
+            "repeat_equal": out.equal(again),
         }
 
     def owner_row(self) -> Row:
@@ -265,6 +284,7 @@ def cases(case: Case, full: bool) -> list[Callable[[], Row]]:
         rows += [partial(case.ag_row, i, m, n, k, m % 2 == 1) for m in tokens]
     for i, (n, k) in enumerate(RS_SHAPES if full else RS_SHAPES[:1]):
         rows += [partial(case.rs_row, 50 + i, m, n, k, m % 2 == 1) for m in tokens]
+    rows += [partial(case.gather_row, 80, m) for m in tokens if case.kernel == "copy_engine"]
     rows += [case.owner_row, lambda: case.race_row(1000 if full else 100)]
     rows += [lambda: case.race_row(2, late=1.0), lambda: case.graph_row(100 if full else 20)]
     return rows
@@ -288,6 +308,8 @@ def _worker(rank: int, size: int, port: int, kernels: list[str], full: bool, pat
             dist.barrier()
             row = run()
             rows.append(row | {"rank": rank})
+            if rank == 0:
+                print(f"{size} ranks, {kernel}: {row['what']}, {row['m']} tokens", flush=True)
     for m in (1, 5, 32) if full else (5,):
         if m * size <= MAX_TOKENS:
             rows.append(one_shot_row(pg, m, 300 if full else 50) | {"rank": rank})
@@ -318,7 +340,7 @@ def run(sizes: list[int], kernels: list[str], full: bool, path: Path) -> list[Ro
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--kernels", default="copy_engine")
+    parser.add_argument("--kernels", default="copy_engine,triton")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args(argv)

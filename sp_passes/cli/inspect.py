@@ -57,6 +57,11 @@ def _check(asked: Asked) -> None:
         raise SPError(f"--tokens {asked.tokens!r}: use auto, sharded or replicated")
     if asked.tp < 2:
         raise SPError(f"--tp {asked.tp}: there is nothing to shard on fewer than 2 ranks")
+    modes = {"--diff": asked.diff, "--rank-diff": asked.rank_diff}
+    modes |= {"--html": asked.html, "--vllm": asked.vllm}
+    given = [name for name, value in modes.items() if value]
+    if len(given) > 1 and given != ["--html", "--vllm"]:
+        raise SPError(f"{' and '.join(given)} do not go together; leave one out")
     if asked.vllm and asked.paths:
         raise SPError("--vllm traces a model of its own; leave the paths out")
     wanted = 2 if asked.diff else 1
@@ -268,18 +273,21 @@ def _two(asked: Asked, as_json: bool) -> None:
     config, declared = _config(asked), _declared(asked)
     made = []
     for path in asked.paths:
-        chosen = _pick(asked, _loaded(asked, path))[0]
+        first, *more = _pick(asked, _loaded(asked, path))
         with step(f"looking at {path}"):
-            made.append(inspect(chosen.dump, config, asked.tokens, declared))
-    found = diff(*made)
+            made.append((inspect(first.dump, config, asked.tokens, declared), len(more)))
+    found = diff(*(one for one, _ in made))
     if as_json:
-        show.print_json(asdict(found))
+        sides = [{**_listed(one.built.dump), "not_compared": more} for one, more in made]
+        show.print_json({"compared": sides, **asdict(found)})
     else:
         _print_diff(show.console(), found, made)
 
 
-def _print_diff(out: Console, found: Difference, made: Sequence[Inspection]) -> None:
-    out.print(f"- {made[0].built.dump.origin}\n+ {made[1].built.dump.origin}", markup=False)
+def _print_diff(out: Console, found: Difference, made: Sequence[tuple[Inspection, int]]) -> None:
+    for sign, (one, more) in zip("-+", made, strict=True):
+        left = f"; {more} more graphs there, compare others with --graph" if more else ""
+        out.print(f"{sign} {one.title} ({one.built.dump.origin}){left}", markup=False)
     if found.is_empty:
         out.print("The same program: nothing came or went.")
         return

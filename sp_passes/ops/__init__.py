@@ -16,6 +16,7 @@ logical parameters: the ops find this rank's shard of them (``sp_passes.resident
     local_shard     x full along layout.dim             -> this rank's part, a copy
     gemm_gather, feature_to_token, token_to_feature     in ``features.py``
     ag_mlp_rs       a whole sharded MLP                 in ``mlp.py``
+    weight_gather, weight_wait   a sharded weight made whole      in ``weight_gather.py``
     prepare         every weight of a graph             -> a token that the ops above wait for
     agree           nothing; compares the ranks' plans where a graph has nothing to prepare
     pp_send, pp_recv, token_shard, stage_input, stage_output: pipeline boundaries (``p2p``)
@@ -43,8 +44,10 @@ from torch import Tensor
 from ..errors import ShardingError, SPError
 from ..layout import Layout, LocalPart, ShardLayout, parse
 from . import copy_engine as copy_engine
-from . import features, mlp, p2p, unfused
+from . import features, mlp, p2p, unfused, weight_gather
+from . import gather_engine as gather_engine
 from . import torch_fused as torch_fused
+from . import triton_gemm as triton_gemm
 from .groups import group_of as group_of
 from .kernels import Call, barred, choose
 
@@ -354,7 +357,13 @@ _LIB.define("agree" + _AGREE, tags=(torch.Tag.pt2_compliant_tag,))
 _LIB.impl("agree", _agree, "CompositeExplicitAutograd")
 torch.library.register_fake("sp_passes::agree", _agree_fake, lib=_LIB)
 
-_ALL = {**_SIGNATURES, **features.SIGNATURES, **mlp.SIGNATURES, **p2p.SIGNATURES}
+_ALL = {
+    **_SIGNATURES,
+    **features.SIGNATURES,
+    **mlp.SIGNATURES,
+    **p2p.SIGNATURES,
+    **weight_gather.SIGNATURES,
+}
 for _name, (_schema, _real, _fake) in _ALL.items():
     _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIB.impl(_name, _real, "CompositeExplicitAutograd")

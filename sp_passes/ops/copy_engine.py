@@ -162,7 +162,8 @@ def ag_gemm(
     """As ``unfused.ag_gemm``. Every call opens with a barrier, so ``barrier`` changes nothing."""
     peers = None
     if x.numel() and all(w.dtype == x.dtype for w in weights):
-        peers = workspace(pg, x.device, tp_size * x.numel() * x.element_size())
+        nbytes = tp_size * x.numel() * x.element_size()
+        peers = workspace(pg, x.device, nbytes, tp_size * x.shape[0])
     if peers is None:
         return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
     flat = x.reshape(-1, x.shape[-1])
@@ -187,7 +188,7 @@ def gemm_rs(
     if x.numel() and weight.dtype == x.dtype:
         n = weight.shape[0] if out_first else weight.shape[1]
         rows = x.numel() // x.shape[-1]
-        peers = workspace(pg, x.device, rows * n * x.element_size())
+        peers = workspace(pg, x.device, rows * n * x.element_size(), x.shape[0])
     if peers is None:
         return unfused.gemm_rs(x, weight, bias, out_first, pg, tp_size)
     flat = x.reshape(-1, x.shape[-1]).contiguous()

@@ -32,14 +32,23 @@ MEASURED: dict[Key, Buckets] = {
     # 2 x H200 of one host over NVLink, torch 2.11, results/2026-11-29-kernels-tp2.json
     ((9, 0), "ag_gemm", 1536, 7168, 2, "bfloat16"): (
         (1024, "unfused"),
+        (2048, "copy_engine"),
+        (8192, "triton"),
         (32768, "copy_engine"),
     ),
     ((9, 0), "ag_gemm", 3648, 7168, 2, "bfloat16"): (
         (1024, "unfused"),
+        (4096, "triton"),
+        (32768, "copy_engine"),
+    ),
+    ((9, 0), "ag_gemm", 6144, 7168, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (2048, "triton"),
         (32768, "copy_engine"),
     ),
     ((9, 0), "ag_gemm", 6288, 7168, 2, "bfloat16"): (
         (1024, "unfused"),
+        (2048, "triton"),
         (32768, "copy_engine"),
     ),
     ((9, 0), "gemm_rs", 7168, 768, 2, "bfloat16"): (
@@ -50,11 +59,16 @@ MEASURED: dict[Key, Buckets] = {
         (1024, "unfused"),
         (32768, "copy_engine"),
     ),
+    ((9, 0), "gemm_rs", 7168, 3072, 2, "bfloat16"): (
+        (1024, "unfused"),
+        (32768, "copy_engine"),
+    ),
 }
 
 
 @cache
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
+    """Of the current device."""
     return torch.cuda.get_device_capability()
 
 
@@ -70,7 +84,7 @@ def winner(call: Call) -> str | None:
     if call.device != "cuda" or not torch.cuda.is_available():
         return None
     dtype = str(call.dtype).removeprefix("torch.")
-    key = (_capability(), call.op, call.n, call.k, call.tp_size, dtype)
+    key = (capability(), call.op, call.n, call.k, call.tp_size, dtype)
     return in_bucket(table().get(key, ()), call.tokens)
 
 
