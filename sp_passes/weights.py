@@ -57,6 +57,14 @@ def resident_bytes(module: nn.Module) -> int:
     return sum(seen.values())
 
 
+def released_bytes(weight: Tensor) -> int:
+    """Bytes of ``weight`` that this rank gave up: its full bytes less those of its shard."""
+    entry = entry_of(weight)
+    if entry is None or not entry.released or entry.shard is None:
+        return 0
+    return entry.nbytes - entry.shard.numel() * entry.shard.element_size()
+
+
 def unshard(module: nn.Module) -> list[str]:
     """Give ``module`` its full weights back; every rank of the group must call it.
 

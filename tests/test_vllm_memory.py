@@ -7,6 +7,8 @@ the device for is replaced: its allocator has current and peak bytes, as CUDA's 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,8 +66,11 @@ class Runner:
         device.take(WEIGHTS)
         self.model_memory_usage = WEIGHTS
         self.model = torch.nn.Module()
+        self.ran_in: list[tuple[bool, bool]] = []
+        self.large_blocks = False
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
+        self.ran_in.append((torch.is_inference_mode_enabled(), self.large_blocks))
         if self.shards and self.resident == WEIGHTS:
             self.device.take(SHARDED - WEIGHTS)
             self.resident = SHARDED
@@ -89,6 +94,14 @@ def _budget(monkeypatch: pytest.MonkeyPatch, shards: bool, settle: bool) -> tupl
     worker.model_config = SimpleNamespace(multimodal_config=None)
     worker.rank = 0
     worker.model_runner = runner = Runner(device, shards)
+
+    @contextmanager
+    def scoped(max_split_size_mb: int) -> Iterator[None]:
+        runner.large_blocks = max_split_size_mb == 20
+        yield
+        runner.large_blocks = False
+
+    monkeypatch.setattr(worker, "_scoped_allocator_max_split", scoped, raising=False)
     if settle:
         session = Session(worker, worker.vllm_config, Options(routes=["graph"]))
         session.bytes_loaded = WEIGHTS
@@ -116,6 +129,7 @@ def test_budget_grows_by_what_was_freed(monkeypatch: pytest.MonkeyPatch) -> None
     ours, runner = _budget(monkeypatch, shards=True, settle=True)
     assert ours == whole + FREED
     assert runner.model_memory_usage == SHARDED
+    assert runner.ran_in == [(True, True)] * 2  # ours as vLLM's own
 
 
 def test_nothing_sharded_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

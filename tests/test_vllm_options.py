@@ -157,6 +157,7 @@ def test_every_step_exists() -> None:
     from importlib import import_module
 
     steps = (plugin.BEFORE_LOAD, plugin.AFTER_LOAD, plugin.BEFORE_PROFILE, plugin.AFTER_PROFILE)
+    steps += (plugin.BEFORE_RELOAD,)
     for module, function in [row for rows in steps for row in rows]:
         assert callable(getattr(import_module(f"sp_passes.vllm.{module}"), function))
 
@@ -168,9 +169,30 @@ def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(plugin.log, "warning", lambda text, *args: seen.append(text % args))
     plugin.register()
-    assert seen == ["sp_passes stays off: it works with vLLM 0.32 and 0.33, found 0.99.1"]
+    assert len(seen) == 1
+    assert seen[0].startswith("sp_passes stays off: sp_passes works with vLLM 0.32 and 0.33, found")
     monkeypatch.setenv(config.ENV, "{}")
     with pytest.raises(SPError, match=r"found 0\.99\.1; install one of these, or take sp_passes"):
+        plugin.register()
+
+
+def test_a_vllm_that_was_changed_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch release whose wrapper has a method of that name, or that has no such wrapper."""
+
+    class Wrapper:
+        def reload_weights(self) -> None: ...
+
+    monkeypatch.delenv(config.ENV, raising=False)
+    seen: list[str] = []
+    monkeypatch.setattr(plugin.log, "warning", lambda text, *args: seen.append(text % args))
+    monkeypatch.setattr(_private, "worker_wrapper", lambda: Wrapper)
+    plugin.register()
+    monkeypatch.setattr(_private, "worker_wrapper", lambda: _private.get("v1", "Gone"))
+    plugin.register()
+    assert "load_model" not in vars(Wrapper)
+    assert [text.partition(":")[0] for text in seen] == ["sp_passes stays off"] * 2
+    monkeypatch.setenv(config.ENV, "{}")
+    with pytest.raises(SPError, match=r"needs vllm\.v1\.Gone"):
         plugin.register()
 
 
@@ -207,6 +229,31 @@ def test_the_name_alone_turns_the_whole_graph_route_on(monkeypatch: pytest.Monke
     passes[_private.PASS_KEY] = sp_passes_vllm.whole_graph
     session = plugin.session_of(wrapper)
     assert session is not None and session.options.routes == ("graph",)
+
+
+@pytest.mark.parametrize(
+    ("given", "tp_size"), [({}, 1), ({"sp_passes": False}, 2), ({"sp_passes": None}, 2)]
+)
+def test_the_name_alone_compiles_nothing_where_the_pass_is_off(
+    given: dict[str, Any], tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is named in the configuration would end the compilation with an error."""
+    import sp_passes_vllm
+
+    monkeypatch.delenv(config.ENV, raising=False)
+    wrapper = _wrapper(given, tp_size)
+    passes = wrapper.vllm_config.compilation_config.inductor_compile_config
+    passes[_private.PASS_KEY] = sp_passes_vllm.whole_graph
+    assert plugin.session_of(wrapper) is None and passes == {}
+
+
+def test_the_name_with_the_regional_route_compiles_nothing() -> None:
+    import sp_passes_vllm
+
+    wrapper = _wrapper({"sp_passes": {"routes": ["regional"]}})
+    passes = wrapper.vllm_config.compilation_config.inductor_compile_config
+    passes[_private.PASS_KEY] = sp_passes_vllm.whole_graph
+    assert plugin.session_of(wrapper) is not None and passes == {}
 
 
 def test_the_pass_without_the_plugin_says_so() -> None:

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("vllm")
 
-from sp_passes import SPConfig, SPError, declare_placement, declared_placement, store
+from sp_passes import SPConfig, SPError, declare_placement, declared_placement, residents, store
+from sp_passes.placement import State
 from sp_passes.report import Decision, Report
-from sp_passes.vllm import _private, names, reports, spelling
+from sp_passes.vllm import _private, graph_pass, names, reports, spelling
 from sp_passes.vllm.config import Options
 from sp_passes.vllm.session import Session, report_key
 
@@ -40,13 +44,13 @@ class Model(nn.Module):
         self.do_not_compile = False
 
 
-def _input(value: torch.Tensor, *stack: str) -> fx.Node:
+def _input(value: torch.Tensor, *stack: str, kind: type | None = None) -> fx.Node:
     """A placeholder that is used in the code of the modules ``stack``, outermost first."""
     graph = fx.Graph()
     node = graph.placeholder("arg0_1")
     node.meta["val"] = value
     user = graph.call_function(torch.ops.aten.relu.default, (node,))
-    user.meta["nn_module_stack"] = {str(at): (source, Linear) for at, source in enumerate(stack)}
+    user.meta["nn_module_stack"] = {str(at): (source, kind) for at, source in enumerate(stack)}
     return node
 
 
@@ -73,6 +77,18 @@ def test_a_graph_input_is_found_by_its_users_module(
     layer.inner = model.layers[0]
     found = names.Names(wrapped, layers={"moe": layer}).of(_input(torch.zeros(shape), *stack))
     assert (found and found.fqn) == (wanted and f"model.{wanted}")
+
+
+def test_a_draft_models_layer_is_not_taken_for_the_models_own() -> None:
+    """Its source is the same, ``L['self'].layers.0``, and so is the shape of its weight."""
+
+    class DraftLinear(Linear):
+        pass
+
+    found = names.Names(nn.ModuleDict({"model": Model()}))
+    value, source = torch.zeros(8, 4), "L['self'].layers.0"
+    assert found.of(_input(value, source, kind=Linear)) is not None
+    assert found.of(_input(value, source, kind=DraftLinear)) is None
 
 
 def test_two_weights_alike_in_one_module_are_not_guessed() -> None:
@@ -173,8 +189,6 @@ def test_pieces_that_decide_alike_keep_their_own_names(monkeypatch: pytest.Monke
 
 
 def test_a_graph_is_not_run_for_a_layer_that_is_excluded() -> None:
-    from sp_passes import residents
-
     session = Session(SimpleNamespace(), SimpleNamespace(), Options(exclude=["layers.1.*"]))
     weight = torch.zeros(3)
     residents.remember_name(weight, "layers.1.weight")
@@ -195,6 +209,45 @@ def test_pieces_without_names_share_a_report(monkeypatch: pytest.MonkeyPatch) ->
     assert len(session.reports["graph"]) == 1
 
 
+def test_a_cached_graph_without_its_report_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "find", lambda plan: None)
+    monkeypatch.setattr(Session, "model_name", "Model")
+    monkeypatch.setattr(Session, "tp_size", 2)
+    monkeypatch.setattr(reports, "released_bytes", lambda weight: weight.nbytes // 2)
+    session = _session()
+    weight = torch.zeros(6)
+    residents.remember_name(weight, "a.weight")
+    model = SimpleNamespace(named_parameters=lambda: [("a.weight", weight)])
+    monkeypatch.setattr(Session, "model", model)
+    session.note_start("ab", [weight], ["compiled.weight"])
+    found = reports.of_worker(session)
+    assert found.from_cache and found.bytes_saved_per_rank == 12
+    assert [(d.name, "is gone" in d.detail) for d in found.applied] == [("a.weight", True)]
+    reports.enforce(found)
+
+
+def test_a_report_is_read_from_the_folder_that_its_graph_was_loaded_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM sets Inductor's folder for each model that it loads, a draft model's last."""
+    folder = {"plan": Report(2, [_site("a", True)], plan="plan", from_cache=True)}
+    monkeypatch.setattr(store, "find", lambda plan: folder.get("plan"))
+    monkeypatch.setattr(Session, "model_name", "Model")
+    session = _session()
+    session.note_start("ab", [torch.zeros(6)], ["a.weight"])
+    folder.clear()
+    assert [d.pattern for d in reports.of_worker(session).applied] == ["latent_projection"]
+
+
+def test_the_model_is_not_the_wrapper_for_its_cuda_graphs() -> None:
+    model = Model()
+    wrapper = SimpleNamespace(unwrap=lambda: model)
+    for held in (model, wrapper):
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=held))
+        session = Session(worker, SimpleNamespace(), Options())
+        assert session.model is model and session.model_name == "Model"
+
+
 def test_nothing_applied_names_the_nearest_site_and_the_condition() -> None:
     report = Report(2, [_site("a.gate", False, "indivisible: 3 rows")])
     assert reports.nothing_applied(report) == (
@@ -207,7 +260,29 @@ def test_nothing_applied_names_the_nearest_site_and_the_condition() -> None:
 def test_strict_is_about_weights_that_could_be_sharded() -> None:
     reports.enforce(Report(2, [_site("a", True), _site("b", False, "already sharded: b")]))
     reports.enforce(Report(2, [_site("a", True), _site("a", False, "overlap: ...")]))
+    alone = _site("b", False, "a lone projection: name it in include to shard it")
+    reports.enforce(Report(2, [_site("a", True), alone]))
     with pytest.raises(SPError, match=r"strict: latent_projection at b is skipped: indivisible"):
         reports.enforce(Report(2, [_site("a", True), _site("b", False, "indivisible: 3 rows")]))
     with pytest.raises(SPError, match="strict: no site was found: no linear layer"):
         reports.enforce(Report(2, nearest="no linear layer"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "placement", "refused"),
+    [("dynamic", Shard(0), True), ("dynamic", Replicate(), False), (6, Shard(0), False)],
+    ids=["own rows", "all rows", "heads in front"],
+)
+def test_a_piece_that_hands_on_own_rows_is_refused(
+    rows: Any, placement: Any, refused: bool
+) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    value = mode.from_tensor(torch.empty(6, 4), static_shapes=rows != "dynamic")
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.relu.default, (x,))
+    x.meta["val"] = y.meta["val"] = value
+    graph.output((y,))
+    within = pytest.raises(SPError, match="one rank's rows") if refused else nullcontext()
+    with within:
+        graph_pass._refuse_own_rows(graph, SPConfig(tp_size=2), {x: State(placement)})

@@ -74,6 +74,24 @@ def test_unsupported_combinations_refuse(changed: dict[str, Any], line: str) -> 
     assert text.endswith('("sp_passes": false)')
 
 
+def test_sharded_weights_are_not_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would copy into memory that does not exist, and end with a segmentation fault."""
+    import torch
+
+    from sp_passes.vllm import safety
+    from sp_passes.vllm.config import Options
+    from sp_passes.vllm.session import Session
+
+    model = torch.nn.Linear(4, 2, bias=False)
+    session = Session(
+        SimpleNamespace(model_runner=SimpleNamespace(model=model)), config(), Options()
+    )
+    safety.refuse_reload(session)
+    monkeypatch.setattr(safety, "entry_of", lambda tensor: tensor is model.weight)
+    with pytest.raises(SPError, match="reload_weights: sp_passes sharded 1 weights, such as weig"):
+        safety.refuse_reload(session)
+
+
 def test_what_is_supported_starts() -> None:
     """A quantised model may start: a site whose weight is quantised is skipped with its reason."""
     assert refusal(config()) == ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module, metadata
 from typing import Any, get_args
 
@@ -142,6 +142,22 @@ def is_cpu() -> bool:
 def vllm_config_set(vllm_config: Any) -> Iterator[None]:
     with get("config", "set_current_vllm_config")(vllm_config):
         yield
+
+
+def large_blocks(worker: Any) -> AbstractContextManager[None]:
+    """The worker's allocator leaves free blocks above 20 MiB whole, as while it loads and profiles.
+
+    A small tensor in what is left of a freed weight would keep all of it from the KV cache.
+    """
+    scoped = getattr(worker, "_scoped_allocator_max_split", None)
+    found: AbstractContextManager[None] = nullcontext() if scoped is None else scoped(20)
+    return found
+
+
+def unwrapped(model: Any) -> Any:
+    """The model itself where a runner holds a wrapper for full CUDA graphs around it."""
+    unwrap = None if hasattr(type(model), "named_modules") else getattr(model, "unwrap", None)
+    return model if unwrap is None else unwrap()
 
 
 def free_cached_memory() -> None:

@@ -137,7 +137,7 @@ def parse(data: Any, source: str) -> Options | None:
     Raises:
         SPError: an unknown key or a value that does not fit, naming ``source``.
     """
-    if data is None or data is False:
+    if not _is_on(data):
         return None
     if data is True:
         data = {}
@@ -168,6 +168,17 @@ def from_env() -> Options | None:
     except json.JSONDecodeError as err:
         raise SPError(f"{ENV} is not valid JSON ({err}); write for example {ENV}='{{}}'") from None
     return parse(data, ENV)
+
+
+def is_off(additional_config: Any) -> bool:
+    """Whether a ``VllmConfig.additional_config`` says that sp_passes is off."""
+    if not isinstance(additional_config, Mapping):
+        return False
+    return KEY in additional_config and not _is_on(additional_config[KEY])
+
+
+def _is_on(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def from_vllm(additional_config: Any) -> Options | None:

@@ -18,16 +18,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Shard
 
 from .. import passes, residents
+from ..config import SPConfig
 from ..declare import declared_placement
+from ..errors import SPError
 from ..graph import params
 from ..graph.linears import registrations
-from ..placement import State, input_states
+from ..graph.values import is_tensor
+from ..placement import State, input_states, propagate
 from ..placement.registry import declarations
 from . import _private, spelling
 from .names import Weight
@@ -42,10 +47,7 @@ def install(session: Session) -> None:
     if "graph" not in session.options.routes:
         return
     target = session.vllm_config.compilation_config.inductor_compile_config
-    other = target.get(_private.PASS_KEY)
-    if isinstance(other, Placeholder):
-        other = None
-    target[_private.PASS_KEY] = WholeGraphPass(session, other)
+    target[_private.PASS_KEY] = WholeGraphPass(session, target.get(_private.PASS_KEY))
 
 
 class Placeholder(_Base):
@@ -68,6 +70,27 @@ class Placeholder(_Base):
 
     def __reduce__(self) -> Any:
         return _placeholder, ()
+
+
+def _refuse_own_rows(graph: fx.Graph, config: SPConfig, inputs: Mapping[fx.Node, State]) -> None:
+    """No piece may hand one rank's rows to the next, whose inputs are taken for whole.
+
+    Raises:
+        SPError: an output has one rank's own tokens. Sharded heads in front (a static size) are
+            none of these.
+    """
+    assert config.tp_size is not None
+    states = propagate(graph, config.shard_size, inputs, outer=config.tp_size)
+    for node in graph.output_node().all_input_nodes:
+        rows = node.meta["val"].shape[:1] if is_tensor(node) else ()
+        state = states[node]
+        own = isinstance(state, State) and state.placement == Shard(0)
+        if own and rows and isinstance(rows[0], torch.SymInt):
+            raise SPError(
+                f"a compiled piece of the model hands on one rank's rows ({node.name}, "
+                f"{list(node.meta['val'].shape)}); the graph route takes what enters a graph for "
+                'whole on every rank: use "routes": ["regional"]'
+            )
 
 
 def _placeholder() -> Placeholder:
@@ -99,6 +122,7 @@ class WholeGraphPass(_Base):
         handle = _private.shm_handle()
         spelling.to_common(graph, handle, config)
         report = passes.run(graph, config, states)
+        _refuse_own_rows(graph, config, states)
         spelling.to_vendor(graph, handle)
         report.model = session.model_name
         residents.compiled(report.plan, str(report).partition("\n")[0])
@@ -142,6 +166,7 @@ class WholeGraphPass(_Base):
             session.max_tokens,
             _private.version(),
             [*declarations(), *registrations()],
+            sorted(session.names.differs) if session.names is not None else [],
             None if self.after is None else str(self.after.uuid()),
         ]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

@@ -8,10 +8,15 @@ once before profiling begins; by then every site is compiled, or loaded from vLL
 sharded, and so are the single modules that wait for a first call. What is gone is also taken off
 ``model_runner.model_memory_usage``, which vLLM measured while the weights were whole.
 
+That run has what vLLM's own profile run has: inference mode, and an allocator that does not cut
+small blocks out of the large ones that weights leave, which could then not be given back.
+
 The CPU platform measures the process after its warm-up run and needs no run before it.
 """
 
 from __future__ import annotations
+
+import torch
 
 from .. import residents
 from ..report import GIB
@@ -27,8 +32,10 @@ def settle(session: Session) -> None:
     session.stack.enter_context(residents.watching(session.note_start))
     if session.bytes_loaded == 0 or _private.is_cpu():
         return
-    with _private.vllm_config_set(session.vllm_config):
-        session.worker.model_runner.profile_run()
+    worker = session.worker
+    as_vllm = _private.vllm_config_set(session.vllm_config)
+    with as_vllm, _private.large_blocks(worker), torch.inference_mode():
+        worker.model_runner.profile_run()
     _private.free_cached_memory()
     correct(session)
 

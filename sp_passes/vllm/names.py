@@ -13,7 +13,7 @@ equal bytes it is whole, with different ones nothing is said of it and it stays 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,10 +71,12 @@ class Names:
         """The weight that a graph input is, or None: an activation, or not to be told."""
         if not is_tensor(placeholder):
             return None
-        for source in _sources(placeholder):
+        stack = _stack(placeholder)
+        roots = [root for root in self._roots if _fits(root, stack)]
+        for source, _ in reversed(stack):
             found = {
                 id(tensor): tensor
-                for module in self._modules(source)
+                for module in self._modules(source, roots)
                 for tensor in _held(module)
                 if _is_like(tensor, placeholder.meta["val"]) and id(tensor) in self._fqns
             }
@@ -84,17 +86,17 @@ class Names:
                 return Weight(self._fqns[key], tensor, self._fqns[key] in self.differs)
         return None
 
-    def _modules(self, source: str) -> Iterator[Any]:
+    def _modules(self, source: str, roots: Sequence[nn.Module]) -> Iterator[Any]:
         """What a source expression may mean: from a compiled module, or a layer by its name."""
         layer, rest = _private.layer_of_source(source)
         if layer is None:
-            yield from (_follow(root, source) for root in self._roots)
+            yield from (_follow(root, source) for root in roots)
         elif layer in self.layers:
             yield _follow(self.layers[layer], rest)
 
 
-def _sources(placeholder: fx.Node) -> Iterator[str]:
-    """Source expressions of the modules in whose code the input is used, from the inside."""
+def _stack(placeholder: fx.Node) -> list[tuple[str, Any]]:
+    """Source and class of each module in whose code the input is used, outermost first."""
     todo, seen = list(placeholder.users), set[fx.Node]()
     while todo and len(seen) < _MAX_USERS:
         user = todo.pop(0)
@@ -103,9 +105,18 @@ def _sources(placeholder: fx.Node) -> Iterator[str]:
         seen.add(user)
         stack = user.meta.get("nn_module_stack")
         if stack:
-            yield from reversed([str(source) for source, _ in stack.values()])
-            return
+            return [(str(source), kind) for source, kind in stack.values()]
         todo.extend(user.users)
+    return []
+
+
+def _fits(root: nn.Module, stack: Sequence[tuple[str, Any]]) -> bool:
+    """Whether the modules of ``stack`` can be in ``root``, and not in a draft model like it."""
+    for source, kind in stack:
+        found = None if _private.layer_of_source(source)[0] else _follow(root, source)
+        if isinstance(found, nn.Module) and isinstance(kind, type) and type(found) is not kind:
+            return False
+    return True
 
 
 _STEP = re.compile(r"\.(\w+)|\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]")

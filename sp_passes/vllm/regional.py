@@ -96,7 +96,8 @@ def _take(
     """Shard the chosen modules, and report what happened."""
     owner = type(session.model).__name__
     before = sum(resident_bytes(c.candidate.module) for c in choices)
-    reports = [shard(session, c.candidate, tokens) for c in choices]
+    with _private.large_blocks(session.worker):
+        reports = [shard(session, c.candidate, tokens) for c in choices]
     after = sum(resident_bytes(c.candidate.module) for c in choices)
     session.add_report(ROUTE, _merged(session, [*reports, *others]))
     if not choices:

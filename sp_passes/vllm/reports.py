@@ -9,20 +9,22 @@ report that the compile left beside it (``sp_passes.store``) is read back and ma
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import store
 from ..errors import SPError
-from ..report import Report, format_bytes, merge
-from ..weights import resident_bytes
+from ..report import Decision, Report, format_bytes, merge
+from ..weights import released_bytes, resident_bytes
 from . import _private
 from .session import Session
 
 log = _private.logger("sp_passes.reports")
 
 # Skips that say that all is well, or that the user wanted them.
-_FINE = ("already sharded", "excluded")
+_FINE = ("already sharded", "excluded", "a lone projection")
+_LOST = "vLLM loaded the compiled artifact, but the report that lay beside it is gone"
 
 
 def publish(session: Session) -> None:
@@ -47,13 +49,23 @@ def of_worker(session: Session) -> Report:
     compiled = session.reports.get("graph", [])
     started = {key for key, _ in session.started}
     found += [r for r in compiled if r.plan not in started]  # those that shard nothing
-    for (key, _), names in session.started.items():
-        report = store.find(key)
+    for (key, weights), names in session.started.items():
+        report = store.find(key) or session.stored.get(key)
         if report is not None:
             found.append(report.renamed(names))
+        elif weights:
+            found.append(_lost(session, weights))
     merged = merge(found) or Report(session.tp_size, nearest="no graph was compiled or loaded")
     merged.model = session.model_name
     return merged
+
+
+def _lost(session: Session, weights: Sequence[str]) -> Report:
+    """What is known of a cached graph whose report is gone: the weights that it sharded here."""
+    held = dict(session.model.named_parameters())
+    saved = {w: released_bytes(held[w]) if w in held else 0 for w in weights}
+    rows = [Decision("unknown", w, True, "", (w,), n, detail=_LOST) for w, n in saved.items()]
+    return Report(session.tp_size, rows, nearest=_LOST, from_cache=True)
 
 
 def line(session: Session, report: Report, now: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..errors import SPError
 from ..proof import agree
+from ..residents import entry_of
 from . import _private
 from .session import Session
 
@@ -26,3 +27,20 @@ def refuse(session: Session) -> None:
     if session.tp_size > 1:
         options = session.options
         agree(options.digest(), 0, f"options {options}", session.tp_group)
+
+
+def refuse_reload(session: Session) -> None:
+    """Before vLLM writes new weights over the old ones: shards would not see that.
+
+    Nor does the memory of a weight exist that was freed.
+
+    Raises:
+        SPError: names a weight that is sharded; nothing was changed.
+    """
+    held = [name for name, tensor in session.model.named_parameters() if entry_of(tensor)]
+    if held:
+        raise SPError(
+            f"reload_weights: sp_passes sharded {len(held)} weights, such as {held[0]}, where vLLM "
+            "would write the full ones; start the server anew, with the new weights or without "
+            "sp_passes"
+        )

@@ -43,6 +43,8 @@ class Session:
             graphs for other ranges of tokens choose the form only.
         started: plans of graphs that ran, with the weights they ran for: this worker's names by
             the names that the compile knew.
+        stored: reports of graphs that ran, read when they did: vLLM has a folder of Inductor's for
+            each model that it loads.
         stack: closed when profiling is over.
     """
 
@@ -55,6 +57,7 @@ class Session:
     names: Names | None = None
     layout: dict[str, str] = field(default_factory=dict)
     started: dict[Start, dict[str, str]] = field(default_factory=dict)
+    stored: dict[str, Report] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -90,7 +93,7 @@ class Session:
 
     @property
     def model(self) -> Any:
-        return self.worker.model_runner.model
+        return _private.unwrapped(self.worker.model_runner.model)
 
     @property
     def model_name(self) -> str:
@@ -138,7 +141,10 @@ class Session:
             if mine != name and not self.options.covers(mine):
                 raise SPError(f"{mine} is excluded, but {_SHARED.format(name)}; exclude both")
         start = report_key(plan, names), own
-        self.started.setdefault(start, dict(zip(names, own, strict=False)))
+        if start not in self.started:
+            self.started[start] = dict(zip(names, own, strict=False))
+            if (report := store.find(start[0])) is not None:
+                self.stored[start[0]] = report
 
 
 _SHARED = "vLLM runs the graph for it that was compiled for {}, which shards that"
