@@ -16,7 +16,8 @@ which its ops answer for the neighbour:
            graph began
 
 In ``ag_gemm ─ act ─ gemm_rs`` each op is proven by the other, in any sequence of such graphs.
-An op that is not gets ``barrier=True``.
+An op that is not gets ``barrier=True``. ``ag_mlp_rs`` uses none of these workspaces; its
+collectives part others.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _parts(node: fx.Node, group: str, tp_size: int) -> bool:
     torch's all-to-all may have nothing to send between two of them; ours always has.
     """
     name = op_name(node)
-    if name in ENDS:
+    if name in ENDS or name == "sp_passes::ag_mlp_rs":
         return ranks_of(node) in (None, tp_size)
     found = read_collective(node)
     if found is None or (found.kind == "all_to_all" and not name.startswith("sp_passes::")):

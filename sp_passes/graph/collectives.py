@@ -70,13 +70,14 @@ TABLE: dict[str, _Row] = {
     "sp_passes::token_to_feature": _Row("all_to_all", None, 2, 1),
 }
 
-FUSED = {
-    "sp_passes::ag_gemm": "all_gather",
-    "sp_passes::gemm_rs": "reduce_scatter",
-    "sp_passes::gemm_gather": "all_gather",
-    "sp_passes::weight_gather": "all_gather",
+FUSED: dict[str, tuple[str, ...]] = {
+    "sp_passes::ag_gemm": ("all_gather",),
+    "sp_passes::gemm_rs": ("reduce_scatter",),
+    "sp_passes::gemm_gather": ("all_gather",),
+    "sp_passes::weight_gather": ("all_gather",),
+    "sp_passes::ag_mlp_rs": ("all_gather", "reduce_scatter"),
 }
-"""Ops that hold a collective of no tokens alone; ``count`` counts the collective."""
+"""Ops that hold collectives of no tokens alone; ``count`` counts the collectives."""
 
 
 def op_name(node: fx.Node) -> str:
@@ -131,7 +132,8 @@ def collectives(graph: fx.Graph) -> list[Collective]:
 def count(graph: fx.Graph) -> dict[str, int]:
     """How many collectives of each kind one run of the graph does, fused ones included."""
     kinds = Counter(c.kind for c in collectives(graph))
-    kinds.update(FUSED[n] for node in graph.nodes if (n := op_name(node)) in FUSED)
+    for node in graph.nodes:
+        kinds.update(FUSED.get(op_name(node), ()))
     return dict(kinds)
 
 

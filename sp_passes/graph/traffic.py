@@ -39,13 +39,17 @@ SENT: dict[str, Share] = {
 }
 """What a rank sends of its input, for each kind."""
 
-_FUSED_SENT: dict[str, tuple[bool, Share]] = {
-    "sp_passes::ag_gemm": (True, SENT["all_gather"]),
-    "sp_passes::gemm_rs": (False, lambda n: Fraction(n - 1)),
-    "sp_passes::gemm_gather": (False, lambda n: Fraction(n - 1, n)),
-    "sp_passes::weight_gather": (True, lambda n: Fraction(n - 1, n)),
+_GATHERED: tuple[bool, Share] = (True, SENT["all_gather"])
+_SCATTERED: tuple[bool, Share] = (False, lambda n: Fraction(n - 1))
+_FUSED_SENT: dict[str, tuple[tuple[bool, Share], ...]] = {
+    "sp_passes::ag_gemm": (_GATHERED,),
+    "sp_passes::gemm_rs": (_SCATTERED,),
+    "sp_passes::gemm_gather": ((False, lambda n: Fraction(n - 1, n)),),
+    "sp_passes::weight_gather": ((True, lambda n: Fraction(n - 1, n)),),
+    "sp_passes::ag_mlp_rs": (_GATHERED, _SCATTERED),
 }
-"""Of its input (True) or its result (False): what lies between product and collective."""
+"""For each of ``FUSED``'s kinds, of its input (True) or its result (False): what lies between
+product and collective."""
 
 _OWN_ALL_REDUCE = "sp_passes::all_reduce"
 
@@ -64,9 +68,9 @@ def bytes_sent(graph: fx.Graph, tp_size: int) -> dict[str, int]:
     for node in graph.nodes:
         name = op_name(node)
         if name in FUSED:
-            of_input, share = _FUSED_SENT[name]
-            part = share(min(ranks_of(node) or tp_size, tp_size)) * _gathered_share(node)
-            sent[FUSED[name]] += _part(args(node)[0] if of_input else node, part)
+            for kind, (of_input, share) in zip(FUSED[name], _FUSED_SENT[name], strict=True):
+                part = share(min(ranks_of(node) or tp_size, tp_size)) * _gathered_share(node)
+                sent[kind] += _part(args(node)[0] if of_input else node, part)
         elif (found := read_collective(node)) is not None:
             ranks = found.size or tp_size
             share = SENT["all_gather" if name == _OWN_ALL_REDUCE else found.kind]

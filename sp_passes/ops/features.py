@@ -57,7 +57,15 @@ def put_together(mine: Tensor, cut: ShardLayout, pg: dist.ProcessGroup, tp_size:
     """``[rows, …, local]``, this rank's features under ``cut`` -> all features of its rows.
 
     What is cut comes from every rank; kept segments are this rank's own and travel nowhere.
+
+    Raises:
+        ShardingError: ``mine`` has not as many features as one rank's share of ``cut``.
     """
+    if mine.shape[-1] != cut.local_size(tp_size):
+        raise ShardingError(
+            f"{list(mine.shape)} is not one rank's part of {cut}: needs "
+            f"{cut.local_size(tp_size)} features at tp_size {tp_size}"
+        )
     pieces = mine.split(list(cut.local_segments(tp_size)), -1)
     sent = torch.cat([piece for i, piece in enumerate(pieces) if i not in cut.kept], -1)
     parts = unfused.all_gather(sent.unsqueeze(0), pg, tp_size)

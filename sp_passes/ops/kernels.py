@@ -2,9 +2,10 @@
 """Which implementation runs an op: a table, asked once per kind of call.
 
 A fused kernel is one more :func:`register_kernel`. ``kernels="auto"`` takes the kernel that
-was measured fastest for the call (``tuned``), and where nothing was measured the supported
-one of highest preference: unfused, since the fused ones register below it. A name takes
-that kernel, or raises with the reason it does not apply.
+was measured fastest for the call (``tuned``), for shapes that were not measured the one that
+the cost model picks beyond doubt (``estimated``), and else the supported one of highest
+preference: unfused, since the fused ones register below it. A name takes that kernel, or
+raises with the reason it does not apply. The choice for a call is kept.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
           linear_beta tanh(up / linear_beta) in place of up; float32 inside
 
 Up to ``DECODE_TOKENS`` global tokens on CUDA it can run as five launches (``one_shot``). With
-``kernel="auto"`` it does on group sizes where that was measured to be faster over real links;
-``"one_shot"`` asks for it on others. Above, and wherever those launches do not apply, it runs
-as ``ag_gemm``, the activation and ``gemm_rs``.
+``kernel="auto"`` it does on machines and group sizes where that was measured to be faster over
+real links; ``"one_shot"`` asks for it on others. Above, and wherever those launches do not
+apply, it runs as the unfused ``ag_gemm``, the activation and the unfused ``gemm_rs``. Neither
+way uses a workspace of another op, so no barrier keeps it apart from its neighbours.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ShardingError, SPError
-from ..layout import ShardLayout
-from . import decode, one_shot
+from ..layout import Layout, LocalPart, ShardLayout, parse
+from . import decode, one_shot, tuned, unfused
 from .decode import Activation
 from .groups import group_of
-from .kernels import Call, choose
 
 log = logging.getLogger("sp_passes")
 
 # Above this the two products as torch.mm are as fast (bench/NOTES.md).
 DECODE_TOKENS = 128
 
-# Group sizes on which one_shot was faster than unfused at every measured number of tokens.
-MEASURED_SIZES = (2,)
+MEASURED = frozenset({((9, 0), 2)})
+"""Compute capability and ranks with which ``one_shot`` was faster than unfused at every measured
+number of tokens (``bench/results/2026-11-29-kernels-tp2.json``, two H200)."""
 
 Key = tuple[str, int, int, int, torch.dtype]
 # With the group: a later group may have the name of one that is gone.
@@ -67,35 +68,70 @@ def _ag_mlp_rs(
     tp_size: int,
     kernel: str = "auto",
 ) -> Tensor:
-    from ..residents import resident
+    from ..residents import compare_rows
 
-    cut1, cut2 = _cuts(layout1, layout2)
+    cut1, cut2 = cuts(w1, w2, layout1, layout2)
     pg = group_of(group, tp_size)
-    shard1, shard2 = resident(w1, cut1, pg), resident(w2, cut2, pg)
+    shard1, shard2 = _part(w1, cut1, pg), _part(w2, cut2, pg)
+    if isinstance(cut1, ShardLayout):
+        compare_rows(x, w1, pg)
     how = Activation(act, beta, linear_beta)
-    if kernel == "one_shot" or (kernel == "auto" and tp_size in MEASURED_SIZES):
+    if kernel == "one_shot" or (kernel == "auto" and unmeasured(x.device.type, tp_size) is None):
         reason = _why_not(x, shard1, shard2, tp_size)
         shot = _one_shot(x, shard2, pg, tp_size) if reason is None else None
         if shot is not None:
             return shot.mlp(x.contiguous(), shard1, shard2, how)
         if kernel == "one_shot":
             raise SPError(f"one_shot cannot run here: {reason or 'no symmetric memory'}")
-    n, k, inner = shard2.shape[0], x.shape[1], shard2.shape[1]
-    tokens = x.shape[0] * tp_size
-    call = Call("ag_gemm", x.device.type, x.dtype, 2 * inner, k, tokens, tp_size)
-    row = choose(call, kernel)
-    skip = {"gathered": False} if row.may_skip_gathered else {}
-    _, hidden = row.run(x, [shard1], [None], [True], pg, tp_size, **skip)
-    call = Call("gemm_rs", x.device.type, x.dtype, n, inner, tokens, tp_size)
-    return choose(call, kernel).run(activate(hidden, how), shard2, None, True, pg, tp_size)
+    _, hidden = unfused.ag_gemm(x, [shard1], [None], [True], pg, tp_size)
+    return unfused.gemm_rs(activate(hidden, how), shard2, None, True, pg, tp_size)
 
 
-def _cuts(layout1: str, layout2: str) -> tuple[ShardLayout, ShardLayout]:
-    cut1, cut2 = ShardLayout.parse(layout1), ShardLayout.parse(layout2)
+def unmeasured(device: str | None, tp_size: int) -> str | None:
+    """Why ``auto`` does not run ``one_shot`` on ``tp_size`` ranks, or None.
+
+    Args:
+        device: type of the tensors' device; None when it is not known yet.
+    """
+    if device is None:
+        return None if tp_size in {size for _, size in MEASURED} else _on_ranks(tp_size)
+    if device != "cuda":
+        return f"the tensors are on {device}"
+    if (tuned.capability(), tp_size) not in MEASURED:
+        return f"{_on_ranks(tp_size)} of this GPU"
+    return None
+
+
+def _on_ranks(tp_size: int) -> str:
+    return f"not measured on {tp_size} ranks"
+
+
+def _part(weight: Tensor, cut: Layout, pg: Any) -> Tensor:
+    from ..residents import resident
+
+    return weight if isinstance(cut, LocalPart) else resident(weight, cut, pg)
+
+
+def cuts(w1: Tensor, w2: Tensor, layout1: str, layout2: str) -> tuple[Layout, Layout]:
+    """Both layouts.
+
+    Raises:
+        ShardingError: they do not go together, or not with the weights.
+    """
+    cut1, cut2 = parse(layout1), parse(layout2)
+    if isinstance(cut1, LocalPart) or isinstance(cut2, LocalPart):
+        if (cut1, cut2) != (LocalPart(0), LocalPart(1)) or w1.shape[0] != 2 * w2.shape[1]:
+            raise ShardingError(
+                f"gate and up [2 * inner, k] as L0 and down [n, inner] as L1 go together, found "
+                f"{list(w1.shape)} as {cut1} and {list(w2.shape)} as {cut2}"
+            )
+        return cut1, cut2
     if cut1.dim != 0 or len(cut1.segments) != 2 or cut1.segments[0] != cut1.segments[1]:
         raise ShardingError(f"gate and up must be two equal segments of rows, found {cut1}")
-    if cut2.dim != 1 or cut2.segments != cut1.segments[:1]:
+    if cut2.dim != 1 or cut2.segments != cut1.segments[:1] or cut1.kept or cut2.kept:
         raise ShardingError(f"down must be cut by its {cut1.segments[0]} columns, found {cut2}")
+    cut1.require(w1)
+    cut2.require(w2)
     return cut1, cut2
 
 
@@ -146,10 +182,8 @@ def _fake(
     tp_size: int,
     kernel: str = "auto",
 ) -> Tensor:
-    cut1, cut2 = _cuts(layout1, layout2)
-    cut1.require(w1)
-    cut2.require(w2)
-    cut1.local_size(tp_size)
+    cut1, _ = cuts(w1, w2, layout1, layout2)
+    cut1.part_size(w1, tp_size)
     if x.ndim != 2 or x.shape[1] != w1.shape[1]:
         raise ShardingError(f"x of shape {list(x.shape)} does not go with {list(w1.shape)}")
     return x.new_empty((x.shape[0], w2.shape[0]))

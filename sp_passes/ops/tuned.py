@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel won where it was measured; elsewhere the unfused ops run.
+"""Which kernel won where it was measured; for other shapes the cost model is asked.
 
 A key is (compute capability, op, n, k, tp_size, dtype) as in :class:`~.kernels.Call`; its value
 lists ``(most tokens, kernel)`` in rising order. Measured on real links only
-(``sp_passes.bench.kernels``); results are in ``sp_passes/bench/results``.
+(``sp_passes.bench.kernels``); results are in ``sp_passes/bench/results``. A key without an
+entry is estimated (``estimated``), with a margin for all that the model is known to be wrong by.
 A JSON file that the bench wrote extends the table: SP_PASSES_KERNEL_TABLE names it. Every
 rank must read the same file, since the ranks of a group must choose alike.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import SPError
+from . import estimated
 
 if TYPE_CHECKING:
     from .kernels import Call
@@ -80,12 +82,16 @@ def table() -> dict[Key, Buckets]:
 
 
 def winner(call: Call) -> str | None:
-    """The kernel measured fastest for ``call``, None where nothing was measured."""
+    """The kernel measured, or else estimated, to be fastest for ``call``; None for unfused.
+
+    A key that was measured at some numbers of tokens is not estimated at others.
+    """
     if call.device != "cuda" or not torch.cuda.is_available():
         return None
     dtype = str(call.dtype).removeprefix("torch.")
     key = (capability(), call.op, call.n, call.k, call.tp_size, dtype)
-    return in_bucket(table().get(key, ()), call.tokens)
+    buckets = table().get(key)
+    return estimated.winner(call) if buckets is None else in_bucket(buckets, call.tokens)
 
 
 def in_bucket(buckets: Buckets, tokens: int) -> str | None:

@@ -216,6 +216,21 @@ def _gemm_rs(op: Op) -> State:
     return SHARD0
 
 
+def _ag_mlp_rs(op: Op) -> State:
+    """x Shard(0) through both products of a sharded MLP, summed -> Shard(0)."""
+    _world(op, ("tp_size",))
+    x, *weights = op.args[:3]
+    if op.state(x).dim != 0:
+        raise RuleError(op.describe(x), "Shard(0)", "ag_mlp_rs gathers the ranks' tokens")
+    for weight, name in zip(weights, ("layout1", "layout2"), strict=True):
+        cut = parse(op.arg(name))
+        if isinstance(cut, ShardLayout):
+            _whole(op, [weight], "the op cuts the whole logical weight itself")
+        elif op.state(weight).dim != cut.dim:
+            raise RuleError(op.describe(weight), f"Shard({cut.dim})", "the op sums over the ranks")
+    return SHARD0
+
+
 def _added_once(op: Op, bias: Any, x: fx.Node) -> None:
     """A bias vector is replicated; one with rows lives where the result's rows live."""
     if isinstance(bias, fx.Node) and len(op.shape(bias)) == len(op.shape(x)):
@@ -340,6 +355,7 @@ _TABLE: tuple[tuple[str, Any, Any], ...] = (
     ("sp_passes::all_reduce", _reduce, _replicated),
     ("sp_passes::ag_gemm", _ag_gemm, _ag_gemm_result),
     ("sp_passes::gemm_rs", _gemm_rs, _first_rows),
+    ("sp_passes::ag_mlp_rs", _ag_mlp_rs, _first_rows),
     ("sp_passes::gemm_gather", _gemm_gather, _replicated),
     ("sp_passes::feature_to_token", _feature_to_token, _first_rows),
     ("sp_passes::token_to_feature", _token_to_feature, None),
