@@ -17,7 +17,7 @@ inductor_post_grad_graph: 3 layers, A B 2xC D, tokens replicated
 1 x skipped replicated_mlp layers.0.mlp: already sharded: layers.0.mlp.gate_up_proj.weight is S(0)
 weights unknown whole: 1.98 MiB
 weights proven sharded: 1.22 MiB
-graph 1 (aot_inference_graph), rank 0 against rank 1: node full_default is torch.ops.aten.full.default, the other's mul is torch.ops.aten.mul.Tensor
+graph 5 (after_joint_graph), rank 0 against rank 1: node full_default is torch.ops.aten.full.default, the other's mul is torch.ops.aten.mul.Tensor
 """
 
 from __future__ import annotations

@@ -159,6 +159,10 @@ def test_diff_goes_by_structure_not_names(tmp_path: Path) -> None:
     assert found.decisions == (4, 0)
     saved = a.report.bytes_saved_per_rank if a.report else 0
     assert found.weight_bytes[0] - found.weight_bytes[1] == saved > 0
+    many = tmp_path / "many.txt"
+    many.write_text(f"{two.read_text()}\n{mlp_text()}")
+    sides = json.loads(cli("--diff", one, many, "--json").stdout)["compared"]
+    assert [side["not_compared"] for side in sides] == [0, 1]
     result = cli("--diff", one, two, "--tp", TP)
     assert result.exit_code == 0 and "sp_passes.ag_gemm" in result.stdout
 
@@ -193,13 +197,19 @@ def test_wrong_arguments_end_in_one_line(tmp_path: Path) -> None:
     for arguments in (
         [],
         [tmp_path / "none.txt"],
+        [tmp_path / "[/none].txt"],
         ["--diff", tmp_path / "a.txt"],
         [tmp_path / "a.txt", "--tp", "1"],
         [tmp_path / "a.txt", "--tokens", "some"],
         [tmp_path / "a.txt", "--graph", "elsewhere"],
         [tmp_path / "a.txt", "--html", tmp_path / "no" / "folder.html"],
+        [tmp_path / "a.txt", "--declare", "*=S9"],
+        ["--vllm", tmp_path / "config.json", "--diff"],
+        ["--vllm", tmp_path / "config.json", "--rank-diff"],
+        [tmp_path / "a.txt", "--rank-diff", "--html", tmp_path / "a.html"],
     ):
-        assert cli(*arguments).exit_code == 2, arguments
+        found = cli(*arguments)
+        assert found.exit_code == 2 and "cannot be looked at" not in found.output, arguments
 
 
 def test_the_module_itself_and_its_dump_agree(tmp_path: Path) -> None:
@@ -220,13 +230,13 @@ def test_vllm_is_traced_and_not_served(tmp_path: Path) -> None:
     result = cli("--vllm", folder, "--tp", 4, "--json")
     assert result.exit_code == 0, result.output
     (graph,) = json.loads(result.stdout)["graphs"]
-    assert graph["layers"] == 3 and graph["tokens"] == "replicated"
+    assert graph["layers"] == 2 and graph["tokens"] == "replicated"
     known = {(w["name"].rpartition("attn.")[2], w["placement"]) for w in graph["weights"]}
     assert {("q_b_proj.weight", "Shard(0)"), ("o_proj.weight", "Shard(1)")} <= known
     (site,) = [s for s in graph["sites"] if s["decision"] == "applied"]
-    assert site["name"].endswith("fused_qkv_a_proj") and site["count"] == 3
-    # 3 layers of [128 + 512 + 64, 256] in bfloat16, three quarters of it
-    assert site["bytes_saved_per_rank"] == 3 * 704 * 256 * 2 * 3 // 4
+    assert site["name"].endswith("fused_qkv_a_proj") and site["count"] == 2
+    # 2 layers of [128 + 512 + 64, 256] in bfloat16, three quarters of it
+    assert site["bytes_saved_per_rank"] == 2 * 704 * 256 * 2 * 3 // 4
     config = folder / "config.json"
     config.write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
     wrong = cli("--vllm", config, "--tp", 4)

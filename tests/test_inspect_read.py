@@ -16,6 +16,7 @@ from inspect_graphs import TP, GatedMLP, k3_text, mlp_text, printed, traced, tra
 
 import sp_passes
 from sp_passes.inspect import Dump, InspectError, inspect, load
+from sp_passes.inspect.choose import choose
 from sp_passes.inspect.text import TextReader
 
 CONFIG = sp_passes.SPConfig(tp_size=TP)
@@ -94,7 +95,13 @@ def test_a_log_of_two_processes_is_told_apart_and_lends_names(tmp_path: Path) ->
     for mine in (dynamo + aot).splitlines():  # both ranks' lines take turns
         for rank in (0, 1):
             lines.append(f"[rank{rank}]:V1129 14:53:13.904000 {rank + 7} a/b.py:1] [0/0] {mine}")
-    found = load(write(tmp_path, "noise\n" + "\n".join(lines) + "\nmore noise\n"))
+    found = load(write(tmp_path, "\n".join(lines) + "\nmore noise\n"))
+    shipped = [
+        f"pod-{i % 2}  | 2026-11-29T16:20:56.{i:06}Z stderr F {line}"
+        for i, line in enumerate(lines)
+    ]
+    again = load(write(tmp_path, "\n".join(shipped), "shipped.txt")).dumps
+    assert [d.records for d in again] == [d.records for d in found.dumps]
     assert [(d.rank, d.title) for d in found.dumps] == [
         (0, "GraphModule"),
         (1, "GraphModule"),
@@ -105,6 +112,48 @@ def test_a_log_of_two_processes_is_told_apart_and_lends_names(tmp_path: Path) ->
     assert [w.name for w in made.weights] == ["layers.3.up.weight"]
     assert [d[1] for d in decisions(made)] == ["layers.3.up"]
     assert decisions(inspect(found.dumps[0], CONFIG)) == decisions(made)  # Dynamo's own graph
+
+
+def test_a_trace_names_its_graphs_and_puts_inputs_on_lines_of_their_own(tmp_path: Path) -> None:
+    front = "V1129 14:53:13.904000 7 a/b.py:1] "
+    end = ', "frame_id": 0, "rank": 3, "has_payload": "5a03"}\n'
+    expanded = (
+        "\tclass <lambda>(torch.nn.Module):\n"
+        "\t    def forward(\n"
+        "\t        self,\n"
+        "\t        arg0_1: \"f32[128, 64]\",  # ParamAOTInput(target='up.weight')\n"
+        '\t        arg1_1: "f32[s77, 64]",  # PlainAOTInput(idx=1)\n'
+        "\t    ):\n"
+        '\t        t: "f32[64, 128]" = torch.ops.aten.t.default(arg0_1)\n'
+        '\t        mm: "f32[s77, 128]" = torch.ops.aten.mm.default(arg1_1, t)\n'
+        "\t        return (\n"
+        "\t            mm,  # PlainAOTOutput(idx=0)\n"
+        "\t        )\n"
+    )
+    sizes = ", ".join(f'"l_{i}": [64, 64]' for i in range(400))
+    text = f'{front}{{"dynamo_output_graph": {{"sizes": {{{sizes}}}}}{end}{expanded}'
+    for name in ("before_post_grad_graph", "inductor_post_grad_graph"):
+        text += f'{front}{{"artifact": {{"name": "{name}", "encoding": "string"}}{end}{expanded}'
+    first, before, after = load(write(tmp_path, text)).dumps
+    assert [d.title for d in (first, before, after)] == [
+        "dynamo_output_graph",
+        "before_post_grad_graph",
+        "inductor_post_grad_graph",
+    ]
+    assert after.rank == 3 and after.complete and not after.notes
+    assert [r.weight for r in after.records if r.op == "placeholder"] == ["up.weight", ""]
+    (chosen,) = choose([before, after])
+    assert chosen.dump is after
+
+
+@pytest.mark.parametrize(
+    "front", ["2026-11-29T16:20:56.{:06}Z ", "vllm-1  | ", "2026-11-29 16:20:56,{:03} {}"]
+)
+def test_what_a_container_puts_before_a_line_is_no_part_of_it(tmp_path: Path, front: str) -> None:
+    mine = "V1129 14:53:13.904000 7 a/b.py:1] [0/0] " if front.endswith("{}") else ""
+    lines = [front.format(i, mine) + line for i, line in enumerate(k3_text().splitlines())]
+    plain, found = (write(tmp_path, t, n) for n, t in (("p", k3_text()), ("f", "\n".join(lines))))
+    assert only(found).records == only(plain).records
 
 
 def test_an_exported_program_is_read_and_its_pickles_are_not(tmp_path: Path) -> None:
@@ -232,5 +281,7 @@ def test_symbols_print_as_the_dump_has_them(tmp_path: Path) -> None:
 def test_dump_refuses_what_is_no_graph() -> None:
     with pytest.raises(sp_passes.SPError, match="found Linear"):
         sp_passes.dump(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(sp_passes.SPError, match="cannot be written"):
+        sp_passes.dump(traced(GatedMLP()), "/no/such/folder/graph.json")
     assert json.loads(sp_passes.dump(traced(GatedMLP())))["format"] == "sp_passes.graph"
     assert printed(traced(GatedMLP())) == mlp_text()

@@ -22,6 +22,8 @@ def run(out: str, ranks: int | None, name: str | None, base: str, as_json: bool)
     path = Path(out)
     if not path.parent.is_dir():
         raise SPError(f"--out {out}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise SPError(f"--out {out} is a folder; give the name of a file")
     with step("measuring products and collectives") as say:
         profile = measure.calibrate(ranks, base, name, say)
     try:

@@ -24,6 +24,9 @@ from . import show
 
 ROWS = (1, 8, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
+MOST_TOKENS = 1 << 32
+"""Shapes of more leave 64 bits."""
+
 
 def parse_tokens(text: str) -> tuple[int, int | None]:
     """``64`` or ``1:65536``.
@@ -36,6 +39,8 @@ def parse_tokens(text: str) -> tuple[int, int | None]:
         first, last = int(low), int(high) if colon else None
     except ValueError:
         raise SPError(f"--tokens {text!r}: give a number, or a range such as 1:65536") from None
+    if max(first, last or 0) > MOST_TOKENS:
+        raise SPError(f"--tokens may be at most {MOST_TOKENS}; got {text}")
     if first < 1 or (last is not None and last < first):
         raise SPError(
             f"--tokens must be at least 1, and a range from low to high such as 1:65536; got {text}"

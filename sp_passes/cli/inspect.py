@@ -57,9 +57,8 @@ def _check(asked: Asked) -> None:
         raise SPError(f"--tokens {asked.tokens!r}: use auto, sharded or replicated")
     if asked.tp < 2:
         raise SPError(f"--tp {asked.tp}: there is nothing to shard on fewer than 2 ranks")
-    modes = {"--diff": asked.diff, "--rank-diff": asked.rank_diff}
-    modes |= {"--html": asked.html, "--vllm": asked.vllm}
-    given = [name for name, value in modes.items() if value]
+    modes = ("diff", "rank_diff", "html", "vllm")
+    given = [f"--{mode.replace('_', '-')}" for mode in modes if getattr(asked, mode)]
     if len(given) > 1 and given != ["--html", "--vllm"]:
         raise SPError(f"{' and '.join(given)} do not go together; leave one out")
     if asked.vllm and asked.paths:

@@ -20,7 +20,7 @@ def step(text: str) -> Iterator[Say]:
     terminal, the line is printed once, at the end.
     """
     console = Console(stderr=True, highlight=False)
-    columns = (SpinnerColumn(finished_text="·"), TextColumn("{task.description}"))
+    columns = (SpinnerColumn(finished_text="·"), TextColumn("{task.description}", markup=False))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task(text, total=1)
         yield lambda now: progress.update(task, description=f"{text}: {now}")

@@ -62,6 +62,7 @@ def run(asked: Asked, as_json: bool) -> None:
     if (asked.pp is None) != (asked.stage is None):
         given, missing = ("--pp", "--stage") if asked.stage is None else ("--stage", "--pp")
         raise SPError(f"{given} needs {missing}: a stage, and the stages of its pipeline")
+    _check_budget(asked)
     counts = {"tokens": asked.tokens, "local_tokens": rows}
     if asked.pp is not None:
         _stage(asked, counts, as_json)
@@ -69,6 +70,26 @@ def run(asked: Asked, as_json: bool) -> None:
         _range(asked, as_json)
     else:
         _whole_model(asked, counts, as_json)
+
+
+def _check_budget(asked: Asked) -> None:
+    """Refuse what no machine has, before anything is traced."""
+    if asked.pp is not None and (asked.gpu_memory is not None or asked.plot is not None):
+        option = "--plot" if asked.gpu_memory is None else "--gpu-memory"
+        raise SPError(f"{option} is of a whole model; leave it out, or --pp and --stage")
+    least = {
+        "--gpu-memory": (asked.gpu_memory, 0),
+        "--ep": (asked.ep, 1),
+        "--experts": (asked.experts, 1),
+        "--kv-bytes": (asked.kv_bytes, 1),
+        "--sequences": (asked.sequences, 0),
+        "--expert-bits": (asked.expert_bits, 0.1),
+    }
+    for option, (value, low) in least.items():
+        if value is not None and not low <= value < float("inf"):
+            raise SPError(f"{option} must be a number of at least {low}, got {value}")
+    if not 0 < asked.utilization <= 1:
+        raise SPError(f"--utilization {asked.utilization}: needs a share above 0, at most 1")
 
 
 def _config(asked: Asked) -> SPConfig:
@@ -84,7 +105,7 @@ def _config(asked: Asked) -> SPConfig:
         hardware=asked.hardware,
         policy=asked.policy or (None if asked.need_gib or asked.high is None else "memory"),
         need_gib=asked.need_gib,
-        shard_group=int(group) if group is not None and group.isdigit() else group,
+        shard_group=int(group) if group is not None and group.isdecimal() else group,
     )
 
 
@@ -139,11 +160,12 @@ def _range(asked: Asked, as_json: bool) -> None:
     out = show.console()
     for table in crossover.tables(found, curve):
         out.print(table)
+    asked_for = "every legal site sharded"
     if asked.policy or asked.need_gib:
         asked_for = f"need_gib {asked.need_gib:g}" if asked.need_gib else f"policy {asked.policy}"
         show.report(out, found.report, f"{asked_for}, {found.low} to {found.high} tokens")
     if held is not None:
-        out.print(show.budget(held))
+        out.print(show.budget(held, asked_for))
     if asked.plot is not None:
         out.print(f"Plot: {asked.plot}", markup=False)
 
@@ -157,8 +179,6 @@ def _budget(
     capacity = asked.gpu_memory * memory.GIB
     if asked.gpu_memory <= 0:
         capacity = hardware(asked.hardware).capacity
-    if not 0 < asked.utilization <= 1:
-        raise SPError(f"--utilization {asked.utilization}: needs a share above 0, at most 1")
     serving = memory.Serving(
         capacity=capacity,
         tp_size=asked.tp,

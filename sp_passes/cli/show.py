@@ -167,8 +167,12 @@ def boundaries(found: Report, pattern: str = "pp_send") -> Table:
     return table("Pipeline boundary: bytes of one rank a step", head, rows)
 
 
-def budget(held: Budget) -> Table:
-    """Memory of one rank before and after, and the tokens of KV cache that are left."""
+def budget(held: Budget, sharded: str = "every legal site sharded") -> Table:
+    """Memory of one rank before and after, and the tokens of KV cache that are left.
+
+    Args:
+        sharded: what decided which sites are.
+    """
     rows: list[tuple[str, str, str, str]] = []
     for name, size in held.weights.items():
         saved = held.saved.get(name, 0)
@@ -194,7 +198,7 @@ def budget(held: Budget) -> Table:
     serving = held.serving
     title = (
         f"Memory of one rank: {serving.utilization:g} of {gib(serving.capacity)} GiB, "
-        f"{serving.sequences} sequences of {held.per_sequence / MIB:.1f} MiB"
+        f"{serving.sequences} sequences of {held.per_sequence / MIB:.1f} MiB; {sharded}"
     )
     return table(title, ("", ">before", ">after", ">difference"), rows)
 

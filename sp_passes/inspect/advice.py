@@ -57,4 +57,6 @@ def category(reason: str) -> str:
 
 def what_helps(reason: str) -> str:
     """One clause; "" where none is known."""
+    if reason.startswith("tokens unknown") and "(aten::" in reason:
+        return "keep each rank's rows apart up to there: that op mixes them"
     return ADVICE.get(category(reason), "")

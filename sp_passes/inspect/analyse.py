@@ -240,8 +240,8 @@ def _count(graph: fx.Graph) -> dict[str, int]:
         found = read_collective(node)
         if found is not None:
             kinds[found.kind] += 1
-        elif op_name(node) in FUSED:
-            kinds[FUSED[op_name(node)]] += 1
+        else:
+            kinds.update(FUSED.get(op_name(node), ()))
     return dict(kinds)
 
 

@@ -11,9 +11,9 @@ from .records import Dump
 
 # Later stages are nearer to what runs; the pass itself works on the last.
 _STAGES = (
+    ("before_post_grad", 5),
     ("after_post_grad", 6),
     ("post_grad_graph", 6),
-    ("before_post_grad", 5),
     ("exported", 5),
     ("inference_graph", 4),
     ("forward_graph", 4),

@@ -46,7 +46,7 @@ def dump(graph: fx.GraphModule | fx.Graph, path: str | Path | None = None, title
         title: for the reader.
 
     Raises:
-        SPError: it is no graph.
+        SPError: it is no graph, or the file cannot be written.
     """
     owner = graph if isinstance(graph, fx.GraphModule) else None
     plain = graph.graph if isinstance(graph, fx.GraphModule) else graph
@@ -63,7 +63,10 @@ def dump(graph: fx.GraphModule | fx.Graph, path: str | Path | None = None, title
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SPError(f"dump: {path} cannot be written: {error.strerror}") from None
     return text
 
 

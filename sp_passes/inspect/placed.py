@@ -24,6 +24,7 @@ from ..graph.collectives import FUSED, collectives, op_name, read_collective
 from ..graph.linears import Linear
 from ..graph.values import args
 from ..placement import State, input_states, propagate
+from .records import InspectError
 
 _NEAREST = 256
 _ROUNDS = 8
@@ -74,6 +75,7 @@ def placements(
         wanted = next((p for g, p in asked.items() if fnmatchcase(name, g)), None)
         declared = weight.meta.get("sp_placement")
         if wanted is not None:
+            _fits(wanted, weight)
             found[weight] = Known(wanted, "declared", "as asked")
         elif declared is not None:
             found[weight] = Known(declared, "declared", "by its module")
@@ -84,6 +86,17 @@ def placements(
         else:
             found[weight] = Known(Replicate(), "unknown", "whole, as far as the dump tells")
     return found
+
+
+def _fits(asked: Placement, weight: fx.Node) -> None:
+    """Refuse a dimension that the weight does not have."""
+    value = weight.meta.get("val")
+    dim = asked.dim if isinstance(asked, Shard) else 0
+    if isinstance(value, torch.Tensor) and isinstance(asked, Shard) and dim >= value.ndim:
+        raise InspectError(
+            f"{params.fqn(weight)} is declared as S{dim}, but has {value.ndim} dimensions; declare "
+            "a dimension that it has, or narrow the name"
+        )
 
 
 def needed_by_ops(
@@ -160,6 +173,19 @@ def _from_sums(graph: fx.Graph, linears: Mapping[fx.Node, Linear]) -> dict[fx.No
             why = f"its product is summed over the ranks ({node.name})"
             found.setdefault(weight, Known(Shard(int(layout[1:])), "proven", why))
             _feeding(found, x, weight, node, linears)
+    return found | _from_mlps(graph)
+
+
+def _from_mlps(graph: fx.Graph) -> dict[fx.Node, Known]:
+    """Weights that an op of a whole MLP uses as this rank holds them."""
+    found: dict[fx.Node, Known] = {}
+    for node in graph.nodes:
+        if op_name(node) != "sp_passes::ag_mlp_rs":
+            continue
+        for weight, layout in zip(args(node)[1:3], args(node)[3:5], strict=True):
+            if str(layout).startswith("L") and params.is_weight(weight):
+                why = f"its MLP is summed over the ranks ({node.name})"
+                found[weight] = Known(Shard(int(layout[1:])), "proven", why)
     return found
 
 

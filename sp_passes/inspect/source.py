@@ -68,7 +68,8 @@ def load(path: str | Path) -> Loaded:
     elif where.is_file():
         _file(where, where.name, found)
     else:
-        raise InspectError(f"{path}: no such file or folder")
+        what = "neither a file nor a folder; save it to a file first"
+        raise InspectError(f"{path}: {what if where.exists() else 'no such file or folder'}")
     if not found.dumps:
         why = found.skipped[0] if found.skipped else f"{path}: no file in it"
         more = f" (and {len(found.skipped) - 1} more files)" if len(found.skipped) > 1 else ""
@@ -116,8 +117,8 @@ def _stream(stream: BinaryIO, name: str, found: Loaded, size: int, nested: bool 
 
 
 def _is_json(head: bytes) -> bool:
-    """Whether what begins with a brace goes on as JSON does; torch's traces begin otherwise."""
-    return re.match(rb'\s*(?:\{\s*(?:"|\})|\[)', head) is not None
+    """Whether what begins with a brace goes on as JSON does, and not as ``[rank0]:`` of a log."""
+    return re.match(rb'\s*(?:\{\s*["}]|\[\s*[\[{"\]])', head) is not None
 
 
 def _is_pickle(head: bytes) -> bool:

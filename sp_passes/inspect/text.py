@@ -7,7 +7,8 @@
             mm: "f32[8, 256][256, 1]cpu" = torch.ops.aten.mm.default(x, w);  x = None
             return (mm,)
 
-The text is read once, line by line; what one process prints is kept apart from the others'.
+or with each input and output on a line of its own, and a comment on what it is. The text is read
+once, line by line; what one process prints is kept apart from the others'.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .records import Dump, Record
-from .statements import LONGEST_LINE, Reader, Unreadable, read_header
+from .statements import LONGEST_LINE, LONGEST_STATEMENT, Reader, Unreadable, read_header
 
 _TORCH_LOG = re.compile(
     r"(?P<front>.{0,120}?)[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ (?P<pid>\d+) \S+:\d+\] ?"
     r"(?:\[(?P<id>[\d/_!]+)\] )?(?:\[__(?P<artifact>\w+)\] ?)?"
 )
-_PAYLOAD = re.compile(r'\{"(\w*graph\w*)": .*"has_payload"')
+_PAYLOAD = re.compile(r'\{"(?:artifact": \{"name": ")?(\w*graph\w*)"[:,].*"has_payload"')
 _JSON_RANK = re.compile(r'"rank": (\d+)')
 _RANK = re.compile(r"rank[_\s]?(\d+)|\bTP(\d+)\b", re.IGNORECASE)
 _PROCESS = re.compile(r"^\((?:\w+ )?pid=\d+\) |^\(\w+ pid=\d+\) ")
+# What `kubectl logs --timestamps`, a container's own log and docker compose put before a line.
+_SHIPPED = re.compile(
+    r"(?P<service>\S{1,80} {1,40}\| )?"
+    r"(?:\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?)?"
+)
+_TIME = re.compile(r"(?:\d{2,4}-)?\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d)?")
 _CLASS = re.compile(r"(?:^|\s)class (\S+)\(torch\.nn\.Module\):\s*$")
 _TITLE = re.compile(r"=====+ (.{1,200}?) =====+")
 _FILE = re.compile(r"# (?:Annotation: \{.*?\} )?File: (.{1,500})$")
@@ -35,6 +42,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 MOST_PROCESSES = 256
 MOST_RECORDS = 400_000
 MOST_NOTES = 20
+LONGEST_ANNOUNCED = 1 << 20
 
 
 @dataclass
@@ -47,6 +55,7 @@ class _Process:
     header: list[str] = field(default_factory=list)
     in_header: bool = False
     header_chars: int = 0
+    ending: str = ""
     dump: Dump | None = None
     reader: Reader | None = None
     known: set[str] = field(default_factory=set)
@@ -106,8 +115,8 @@ class TextReader:
 
     def _announced(self, text: str) -> None:
         """What torch's trace log says of the lines that follow, which carry no prefix."""
-        found = _PAYLOAD.match(text)
-        if found is None or len(text) > 4000:
+        found = _PAYLOAD.match(text) if len(text) < LONGEST_ANNOUNCED else None
+        if found is None:
             return
         rank = _JSON_RANK.search(text)
         follows = self._processes.setdefault("", _Process(self.rank))
@@ -121,7 +130,7 @@ class TextReader:
             process.title = found[1]
         elif found := _CLASS.search(text):
             process.title = process.title or found[1]
-        elif text.startswith("def forward(self"):
+        elif text.startswith("def forward(self") or text == "def forward(":
             process.in_header, process.header, process.header_chars = True, [], 0
             process.names = {}
             self._busy += 1
@@ -131,7 +140,7 @@ class TextReader:
         if found := _PLAIN_INPUT.search(text):
             name = text.partition(":")[0].strip(" ,")
             process.names[name] = found[1]
-        code = text.partition("  #")[0].rstrip() if "AOTInput(" in text else text
+        code = _code(text)
         process.header.append(code)
         process.header_chars += len(text)
         ends = code.endswith("):") or (code.endswith(":") and "->" in code)
@@ -166,6 +175,13 @@ class TextReader:
             yield from self._end(process, cut=True)
             self._outside(process, "", text)
             return
+        if process.ending or text == "return (":
+            process.ending += f" {_code(text)}"
+            if text != ")" and len(process.ending) < LONGEST_STATEMENT:
+                return
+            text, process.ending = process.ending.strip(), ""
+        if self.budget < 0 and not text.startswith("return"):
+            return  # this graph will not be kept; only its end counts
         try:
             record = reader.read(text)
         except Unreadable as error:
@@ -189,7 +205,7 @@ class TextReader:
 
     def _end(self, process: _Process, cut: bool = False) -> Iterator[Dump]:
         dump, process.dump, process.reader = process.dump, None, None
-        process.known = set()
+        process.known, process.ending = set(), ""
         if dump is None:
             return
         self._busy -= 1
@@ -202,22 +218,32 @@ class TextReader:
             yield dump
 
 
+def _code(text: str) -> str:
+    """A line without the comment that says what an input or output is."""
+    described = "AOTInput(" in text or "AOTOutput(" in text
+    return text.partition("  #")[0].rstrip() if described else text
+
+
 def _may_begin(line: str) -> bool:
-    if "def forward(self" in line or "class " in line or "=====" in line:
+    if "def forward(" in line or "class " in line or "=====" in line:
         return True
     return '"has_payload"' in line and "graph" in line
 
 
 def _split(line: str) -> tuple[str, str, str]:
     """Which process printed a line, its compile id, and what it printed."""
+    service = ""
+    shipped = _SHIPPED.match(line) if line[:1].isalnum() else None
+    if shipped is not None:
+        service, line = shipped["service"] or "", line[shipped.end() :]
     found = _TORCH_LOG.match(line) if "] " in line or line.endswith("]") else None
     if found is not None:
-        front = found["front"].strip()
+        front = service + _TIME.sub("", found["front"]).strip()
         return f"{front} {found['pid']}", found["id"] or "", line[found.end() :]
     prefix = _PROCESS.match(line)
     if prefix is not None:
-        return prefix[0], "", line[prefix.end() :]
-    return "", "", line
+        return service + prefix[0], "", line[prefix.end() :]
+    return service, "", line
 
 
 def _rank_of(key: str, otherwise: int | None) -> int | None:
