@@ -78,10 +78,11 @@ def _round_trips(ctx: Context, gather: Collective, alone: bool) -> Iterator[Site
             yield _site(gather, Match(gather.result, whole), {"all_gather": 1})
         return
     users = list(gather.result.users)
+    own = source.placement == S0 and len(source.segments or ()) < 2
     dead = [
         user
         for user in users
-        if (source.placement == S0 and _is_own_shard(ctx, user))
+        if (own and _is_own_shard(ctx, user))
         or (source.is_replicate and _is_one_block(gather, user))
     ]
     for user in dead:

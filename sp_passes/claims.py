@@ -12,7 +12,6 @@ from .graph import params
 from .layout import ShardLayout
 from .site import Context, Site
 
-
 Key = tuple[str, tuple[fx.Node, ...]]
 
 

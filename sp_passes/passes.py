@@ -18,6 +18,8 @@ read, so one round through them is a fixed point:
         take them apart into two products
     27  take collectives into the linears beside them (ag_gemm, gemm_rs)
     30  gather the same rows once (shared_gather), also for the ops of phases 10 and 27
+    31  run what is left of an MLP of few tokens as one op (ag_mlp_rs): last, as rows that others
+        read too must be gathered for them
 
 Last, every overlapped op is proven apart from its neighbours or gets a barrier (barriers).
 """

@@ -75,6 +75,12 @@ def different_values(s: Any, x: Tensor) -> Any:
     return s.c.gather(x), s.c.gather(x * 2)
 
 
+def two_blocks_and_back(s: Any, x: Tensor) -> Tensor:
+    """The gathered rows lie rank by rank, those of each rank in two blocks."""
+    g = s.c.gather(torch.cat([x, x * 2]))
+    return torch.ops.sp_passes.token_shard(g, s.c.group, s.c.size) * 2
+
+
 def twice_and_back(s: Any, x: Tensor) -> Any:
     g = s.c.gather(x)
     back = torch.ops.sp_passes.token_shard(s.c.gather(x), s.c.group, s.c.size)
@@ -94,6 +100,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], bool, dict[str, int]]] = {
     "different groups": (different_groups, False, {"all_gather": 2}),
     "different values": (different_values, False, {"all_gather": 2}),
     "twice and back": (twice_and_back, False, {"all_gather": 1}),
+    "two blocks and back": (two_blocks_and_back, False, {"all_gather": 1}),
 }
 
 

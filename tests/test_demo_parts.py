@@ -169,7 +169,7 @@ def test_interrupted_ranks_leave_nothing_behind(how: str) -> None:
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=90)
     finally:
         process.kill()
     assert _wait(15, lambda: not any(map(_alive, seen))), [p for p in seen if _alive(p)]

@@ -127,7 +127,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], bool]] = {
     "layers": (layers, True),
     "fused norms": (fused_norms, True),
     "side work": (side_work, True),
-    "stacked rows": (stacked_rows, False),
     "rows of heads": (rows_of_heads, False),
     "padded residual": (padded_residual, True),
 }
@@ -155,6 +154,12 @@ def test_what_is_joined(name: str) -> None:
     reasons = [d.reason.partition(":")[0] for d in report.skipped]
     assert reasons == (["residual sharded"] if name in REFUSED else []), report
     sp_passes.check(gm, SPConfig(tp_size=TP))
+
+
+def test_rows_in_two_blocks_are_left() -> None:
+    gm, report = rewritten(stacked_rows)
+    assert not report.applied
+    assert count(gm.graph) == {"all_gather": 2, "reduce_scatter": 1}
 
 
 def test_many_tokens_and_no_token_range() -> None:

@@ -22,6 +22,8 @@ from torch.nn.functional import linear
 import sp_passes
 from sp_passes import ReplicationError, ShardingError, SPConfig, declare_segments
 from sp_passes.graph.traffic import bytes_sent
+from sp_passes.layout import ShardLayout
+from sp_passes.ops.features import put_together
 
 H = 16
 Q, KV, GATE = (16, True), (8, True), (12, False)
@@ -156,7 +158,7 @@ segment = st.tuples(st.integers(1, 3).map(lambda n: 4 * n), st.booleans())
 @settings(max_examples=25, deadline=None)
 @given(
     kinds=st.lists(segment, min_size=2, max_size=5)
-    .filter(lambda k: any(w for _, w in k))
+    .filter(lambda k: len({whole for _, whole in k}) == 2)
     .map(tuple),
     tp=st.sampled_from([2, 4]),
     rows=st.sampled_from([0, 1, 3]),
@@ -318,3 +320,9 @@ def undeclared(rank: Rank) -> str:
 def test_undeclared_the_error_says_what_to_declare(on_ranks: Any) -> None:
     for text in on_ranks(undeclared, 2):
         assert "declare_segments(parameter, (24, Replicate()), (12, Shard(0)))" in text, text
+
+
+def test_features_of_another_geometry_are_refused(solo: Any) -> None:
+    layout = ShardLayout(0, (24, 12), (1,))
+    with pytest.raises(ShardingError, match="needs 36 features at tp_size 1"):
+        put_together(torch.ones(2, 30), layout, solo, 1)

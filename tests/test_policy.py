@@ -304,12 +304,16 @@ def test_a_file_is_a_profile(tmp_path: Path) -> None:
         ({"rates": [[2, 1], [1, 1]]}, "rates"),
         ({"launch_us": "x"}, "mine"),
         ({"collectives": {}}, "'all_gather' is missing"),
+        ({"ranks_per_node": 0.5}, "ranks_per_node"),
+        ({"hbm": 10**400}, "mine"),
+        ({"rates": [[1, float("nan")]]}, "rates"),
     ):
         with pytest.raises(SPError, match=words):
             parse({**data, **change}, "mine")
-    path.write_text("{")
-    with pytest.raises(SPError, match="no JSON"):
-        hardware(str(path))
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(SPError, match="no JSON"):
+            hardware(str(path))
 
 
 def test_calibrate_rehearses_on_a_cpu(solo: Any) -> None:
@@ -324,3 +328,18 @@ def test_calibrate_rehearses_on_a_cpu(solo: Any) -> None:
     assert "measured" in sources["hbm"] and sources["network"] == "not measured: gb200"
     assert set(sources) == set(raw("gb200")["sources"])
     assert found.collectives == hardware("gb200").collectives
+
+
+@pytest.mark.parametrize(
+    ("quick", "slow", "wanted"),
+    [(20.0, 2020.0, (134.0e9, 12.2)), (2372.0, 2385.0, None), (30.0, 20.0, None)],
+)
+def test_copies_give_a_line_or_nothing(quick: float, slow: float, wanted: Any) -> None:
+    """Two sizes that take the same time measured something else than copies."""
+    found = calibrate.latency_and_rate([(1 << 20, quick), (1 << 28, slow)], 4e12)
+    if wanted is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found["bytes_per_s"] == pytest.approx(wanted[0], rel=0.01)
+        assert found["latency_us"] == pytest.approx(wanted[1], rel=0.01)

@@ -447,3 +447,15 @@ def test_cost_model_skips_with_its_crossover() -> None:
     (decision,) = sp_passes.rewrite(gm, config).decisions
     assert decision.reason.startswith("slower: replicated wins"), decision
     assert "crossover" in decision.reason
+
+
+def test_a_linear_is_free_where_the_mlp_that_claims_it_is_skipped() -> None:
+    """up and mid are an MLP, but for another use of up; then mid and down are one."""
+    gm = sp_passes.trace(Net(lambda s, x: (lin3(s, x), s.up.sum())), torch.empty(3, H))
+    report = sp_passes.rewrite(gm, SPConfig(tp_size=TP, patterns=("replicated_mlp",)))
+    assert [d.weights for d in report.applied] == [("mid", "down")], report
+    assert [d.reason for d in report.skipped] == ["weight used elsewhere: up by sum_1"], report
+
+
+def lin3(s: Any, x: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(F.silu(F.linear(x, s.up)), s.mid)), s.down)

@@ -105,12 +105,15 @@ def measure(rank: int, ranks: int, base: Any, name: str | None, pg: Any = None) 
         sources |= {f"collectives.{kind}": f"{what}, {ranks} ranks" for kind in KINDS}
         profile["one_shot"] = None
         sources["one_shot"] = "none: the collectives above are all that ran"
-    if rank == 0 and machine.on_gpu and ranks > 1:
-        tell("copies")
-        profile["copy_engine"] = _copies(machine)
-        sources["copy_engine"] = what
-    if ranks > 1:
-        dist.barrier(group=machine.pg)
+    if machine.on_gpu and ranks > 1:
+        torch.cuda.synchronize()
+        dist.barrier()  # on the host: a kernel that waits would share the next GPU with the copies
+        if rank == 0:
+            tell("copies")
+            found = latency_and_rate(_copies(), profile["hbm"])
+            if found is not None:
+                profile["copy_engine"], sources["copy_engine"] = found, what
+        dist.barrier()
     profile["ranks_per_node"] = max(ranks, int(base["ranks_per_node"]))
     return profile
 
@@ -166,9 +169,9 @@ def _collectives(machine: Machine) -> dict[str, list[list[float]]]:
     return out
 
 
-def _copies(machine: Machine) -> dict[str, float]:
-    """A copy to the next GPU by the copy engine: two sizes give latency and rate."""
-    times = []
+def _copies() -> list[tuple[int, float]]:
+    """Bytes and µs of a small and of a large copy to the next GPU by the copy engine."""
+    out = []
     for count in (1 << 20, 1 << 28):
         src = torch.empty(count, dtype=torch.uint8, device="cuda:0")
         dst = torch.empty(count, dtype=torch.uint8, device="cuda:1")
@@ -182,8 +185,20 @@ def _copies(machine: Machine) -> dict[str, float]:
             end.record()
             end.synchronize()
             rounds.append(start.elapsed_time(end) * 1e3 / COPIES)
-        times.append((count, statistics.median(rounds)))
+        out.append((count, statistics.median(rounds)))
+    return out
+
+
+def latency_and_rate(times: Sequence[tuple[int, float]], hbm: float) -> dict[str, float] | None:
+    """The line through a small and a large copy; None where it can be no copy's.
+
+    Args:
+        times: ``(bytes, µs)`` of both.
+        hbm: bytes a second of the memory, which no link outruns.
+    """
     (few, quick), (many, slow) = times
+    if slow <= quick or (many - few) / (slow - quick) * 1e6 > hbm:
+        return None
     rate = (many - few) / (slow - quick) * 1e6
     return {"bytes_per_s": rate, "latency_us": max(0.0, quick - few / rate * 1e6)}
 

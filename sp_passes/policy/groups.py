@@ -52,7 +52,7 @@ def shard_size(asked: str | int | None, tp_size: int, hardware: str | None = Non
 
 def _ranks_of_node(hardware: str | None) -> int:
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if told.isdigit() and int(told) > 0:
+    if told.isdecimal() and int(told) > 0:
         return int(told)
     from .hardware import hardware as profile
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -115,7 +116,7 @@ def raw(name: str | None) -> Any:
     except FileNotFoundError:
         known = ", ".join(NAMES)
         raise SPError(f"hardware={name!r} is neither a profile ({known}) nor a file") from None
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise SPError(f"hardware={name!r} is no JSON file: {err}") from None
 
 
@@ -139,11 +140,11 @@ def parse(data: Any, name: str) -> Hardware:
             one_shot=_one_shot(data["one_shot"]),
             copies=_copies(data["copy_engine"]),
             network=_copies(data["network"]),
-            ranks_per_node=int(_above_zero(data, "ranks_per_node")),
+            ranks_per_node=_whole(data, "ranks_per_node"),
         )
     except KeyError as err:
         wrong = f"{err} is missing"
-    except (TypeError, ValueError) as err:
+    except (TypeError, ValueError, OverflowError) as err:
         wrong = str(err)
     raise SPError(
         f"hardware={name!r} is no hardware profile: {wrong}; `sp-passes calibrate` writes one"
@@ -164,10 +165,18 @@ def _above_zero(data: Mapping[str, Any], key: str) -> float:
     return value
 
 
+def _whole(data: Mapping[str, Any], key: str) -> int:
+    value = _above_zero(data, key)
+    if value != int(value):
+        raise ValueError(f"{key} is {value}, needs a whole number")
+    return int(value)
+
+
 def _points(rows: Any, key: str, unit: float) -> Points:
     out = tuple((float(at), float(value) * unit) for at, value in rows)
     rising = all(a[0] < b[0] for a, b in itertools.pairwise(out))
-    if not out or not rising or min(min(point) for point in out) <= 0:
+    usable = all(math.isfinite(number) and number > 0 for point in out for number in point)
+    if not out or not rising or not usable:
         raise ValueError(f"{key} needs pairs of numbers above 0, the first of each rising")
     return out
 
