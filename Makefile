@@ -15,6 +15,7 @@ demo: $(STAMP)
 
 test: $(VLLM)
 	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) tests/test_vllm_*.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
