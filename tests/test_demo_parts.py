@@ -97,8 +97,10 @@ def test_verify_tells_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------
 
 # The demo with the part on fake tensors left out, so that its ranks run at once.
+# A job in the background is started with SIGINT ignored, and hands that on.
 _DEMO = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from sp_passes.cli import demo, main
 demo._full_width = lambda out: ({}, {})
 sys.argv = ["sp-passes", "demo"]
