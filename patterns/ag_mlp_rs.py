@@ -115,7 +115,7 @@ def _operands(match: Match) -> str | None:
         return f"several weights: {name} multiplies {len(weights)}, the op one of gate and up"
     if match.first.kwargs.get("gathered"):
         return f"gathered rows: others read the rows that {name} gathers"
-    if biases[0] is not None or bias is not None:
+    if biases[0] is not None or (bias is not None and len(shape(bias)) != 2):
         found = bias if biases[0] is None else biases[0]
         return f"bias: {found.name} is added, the op adds none"
     if where != there:
@@ -134,7 +134,7 @@ def _operands(match: Match) -> str | None:
 
 def _escape(match: Match) -> str | None:
     inside = {*match.between, match.last}
-    for node in (match.first, *match.between):
+    for node in (match.first, *sorted(match.between)):
         other = next((user for user in node.users if user not in inside), None)
         if other is not None:
             return f"used elsewhere: {node.name}, between the products, by {other.name}"
@@ -330,10 +330,12 @@ def rewrite(ctx: Context, site: Site) -> None:
     """One op where ``gemm_rs`` stood, with the weights and layouts of the two."""
     match: Match = site.match
     x, (w1,), _, (layout1,), ready, *where = args(match.first)[:7]
-    _, w2, _, layout2, *_ = args(match.last)
+    _, w2, residual, layout2, *_ = args(match.last)
     act = match.act
     given = (x, w1, w2, layout1, layout2, act.name, act.beta, act.linear_beta, ready, *where)
     with ctx.graph.inserting_before(match.last):
         result = ctx.emit(ops.ag_mlp_rs.default, given, match.last)
+        if residual is not None:
+            result = ctx.emit(aten.add.Tensor, (result, residual), match.last)
     ctx.replace(match.last, result)
     ctx.erase(match.last)

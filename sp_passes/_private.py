@@ -7,13 +7,18 @@ name, and nowhere else. Written for torch 2.11 to 2.14.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .errors import SPError
+
+T = TypeVar("T")
 
 
 def _get(module: str, name: str) -> Any:
@@ -28,7 +33,12 @@ def _get(module: str, name: str) -> Any:
 
 def resolve_process_group(name: str) -> Any:
     """The process group that functional collectives know under ``name``."""
-    return _get("torch.distributed.distributed_c10d", "_resolve_process_group")(name)
+    return _resolver()(name)
+
+
+@cache
+def _resolver() -> Any:
+    return _get("torch.distributed.distributed_c10d", "_resolve_process_group")
 
 
 def all_gather_into(out: torch.Tensor, mine: torch.Tensor, pg: Any) -> None:
@@ -63,9 +73,45 @@ def new_part(group: Any, ranks: list[int], name: str) -> Any:
     return part
 
 
+def outside_graph_pools(device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make()`` returns, for CUDA tensors that outlive the call they are made in.
+
+    ``torch.compile(mode="reduce-overhead")`` gives what a thread allocates while a graph warms
+    up to the graph's own pool, and finds it an error that anything but outputs stays there.
+    Another thread's allocations are not its concern.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> T:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+def drop_cublas_workspaces() -> None:
+    """Give back what cuBLAS keeps for each stream it ran on, 32 MiB on Hopper GPUs."""
+    _get("torch._C", "_cuda_clearCublasWorkspaces")()
+
+
 def device_types(pg: Any) -> set[str]:
     """Device types whose tensors the group's backends move."""
     return {d.type for d in getattr(pg, "_device_types", [torch.device("cpu")])}
+
+
+def raw_stream(device: int) -> int:
+    """Handle of the current stream of that CUDA device."""
+    stream: int = raw_stream_getter()(device)
+    return stream
+
+
+@cache
+def raw_stream_getter() -> Any:
+    """A function from a CUDA device's index to the handle of its current stream."""
+    return _get("torch._C", "_cuda_getCurrentRawStream")
 
 
 def default_store() -> Any:
@@ -94,6 +140,11 @@ def compile_fx(gm: Any, example_inputs: Any, patches: dict[str, Any]) -> Any:
 def mode_options(mode: str | None) -> dict[str, Any]:
     """Inductor's config patches for a ``torch.compile`` mode."""
     return _get("torch._inductor", "list_mode_options")(mode) if mode else {}
+
+
+def constant_floats() -> Any:
+    """While a module is compiled for dynamic sizes: its floats are numbers, not graph inputs."""
+    return import_module("torch._dynamo.config").patch(specialize_float=True)
 
 
 def inductor_config() -> Any:

@@ -97,6 +97,7 @@ class SequenceParallelPass(_private.CustomGraphPass):
         placed = self._mark_inputs(graph)
         states = {**input_states(graph, None, self.tokens), **input_states_of(placed)}
         report = passes.run(graph, self.config, states)
+        _without_keywords(graph)
         self.reports.append(report)
         store.save(report)
         residents.compiled(report.plan, _summary(self.config, report))
@@ -136,6 +137,18 @@ class SequenceParallelPass(_private.CustomGraphPass):
                 elif known.placement is not None:
                     placed[node] = known.placement
         return placed
+
+
+def _without_keywords(graph: fx.Graph) -> None:
+    """Arguments of our ops by position: Inductor passes keywords on to a function of its own,
+    whose first parameter is named ``kernel`` as an option of these ops is.
+    """
+    for node in graph.nodes:
+        if node.kwargs and getattr(node.target, "namespace", "") == "sp_passes":
+            given = dict(node.kwargs)
+            rest = list(node.target._schema.arguments)[len(node.args) :]
+            values = [given.pop(a.name) if a.name in given else a.default_value for a in rest]
+            node.args, node.kwargs = (*node.args, *values), {}
 
 
 def input_states_of(placed: Mapping[fx.Node, Declared]) -> dict[fx.Node, Any]:

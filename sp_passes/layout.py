@@ -81,6 +81,7 @@ class ShardLayout:
         """The first segment to cut that ``tp_size`` does not divide, or None."""
         return next((length for _, length in self.cut_ranges if length % tp_size), None)
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def local_segments(self, tp_size: int) -> tuple[int, ...]:
         """Sizes of one rank's parts, of kept segments their own.
 
@@ -94,6 +95,7 @@ class ShardLayout:
             )
         return tuple(s if i in self.kept else s // tp_size for i, s in enumerate(self.segments))
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def local_size(self, tp_size: int) -> int:
         return sum(self.local_segments(tp_size))
 

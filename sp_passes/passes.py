@@ -46,7 +46,6 @@ from .graph.canonical import canonicalise
 from .graph.linears import linears
 from .graph.region import number_nodes
 from .graph.values import dtype, fake_mode, set_value, shape
-from .ops import symmetric
 from .patterns import patterns
 from .placement import State, propagate
 from .policy import groups
@@ -135,8 +134,6 @@ def _run(
     graph.eliminate_dead_code()
     with _stage(report, "barriers"):
         report.barriers = set_barriers(graph, config.group_name, config.tp_size)
-    if config.max_tokens is not None and config.group is not None:
-        symmetric.expect(config.group_name, config.max_tokens)
     with _stage(report, "verify"):
         if report.applied:
             groups.verify(graph, config.shard_size, config.tp_size)
@@ -329,22 +326,23 @@ def _finish_prepare(
             ready.prepend(weight)
     assert config.tp_size is not None
     everyone = (config.group_name, config.tp_size)
+    most: dict[str, Any] = {} if config.max_tokens is None else {"max_tokens": config.max_tokens}
     if shards:
         if config.group is not None and where != everyone:
-            _agree(graph, ready, plan, everyone)
+            _agree(graph, ready, plan, everyone).kwargs = most
         texts = [str(cut) for cut in shards.values()]
         names = [params.fqn(w) for w in (*shards, *proven)]
         extra: dict[str, Any] = {k: v for k, v in (("proven", proven), ("whole", whole)) if v}
         ready.args = (list(shards), texts, names, plan, config.release_weights, *where)
-        ready.kwargs = extra
+        share = {k: -(-v * config.shard_size // config.tp_size) for k, v in most.items()}
+        ready.kwargs = {**extra, **share}
         set_value(ready, fake_mode(graph))
         return
     for user in list(ready.users):
         user.replace_input_with(ready, None)  # type: ignore[arg-type]
     if config.group is not None and (sites or whole):
         node = _agree(graph, ready, plan, everyone)
-        if whole:
-            node.kwargs = {"whole": whole}
+        node.kwargs = {**({"whole": whole} if whole else {}), **most}
     graph.erase_node(ready)
 
 

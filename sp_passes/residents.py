@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,6 +190,10 @@ def declare_whole(plan: str, tensors: Sequence[Tensor]) -> None:
 def resident(weight: Tensor, layout: ShardLayout, pg: Any) -> Tensor:
     """This rank's part of ``weight``; never hand it out of an op, its buffer is not yours."""
     entry = entry_of(weight)
+    if entry is not None and _same(entry, weight, layout, pg):  # as in every call but the first
+        shard, version = entry.shard, entry.version
+        if shard is not None and (version is None or version == weight._version):
+            return shard
     if entry is None:
         prepare([weight], [layout], [name_of(weight)], None, False, pg)
         entry = _table[key_of(weight)]
@@ -300,7 +305,9 @@ def _is_resident(weight: Tensor) -> bool:
 
 
 def _same(entry: Resident, weight: Tensor, layout: ShardLayout, pg: Any) -> bool:
-    return entry.layout == layout and entry.pg is pg and entry.strides == strides_of(weight)
+    if entry.layout is not layout and entry.layout != layout:
+        return False
+    return entry.pg is pg and entry.strides == (weight.shape, weight.stride())
 
 
 @contextmanager
@@ -313,7 +320,8 @@ def writing(tensor: Tensor) -> Iterator[None]:
 def _shard(weight: Tensor, layout: ShardLayout, pg: Any, release: bool) -> Resident:
     with torch.inference_mode(False), torch.no_grad():  # also when called in inference mode
         part = layout.take(Tensor.detach(weight), pg.rank(), pg.size())
-        shard = part.clone(memory_format=torch.contiguous_format)
+        copy = partial(part.clone, memory_format=torch.contiguous_format)
+        shard = _private.outside_graph_pools(part.device, copy)
     entry = Resident(
         ref=_private.storage_weak_ref(weight),
         layout=layout,

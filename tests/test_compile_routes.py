@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import sp_passes
 from sp_passes import SequenceParallelPass, SPConfig, SPError
 from sp_passes.backend import Input
+from sp_passes.ops import symmetric
 
 FP32 = 1e-5
 
@@ -188,7 +189,8 @@ def cached(at: Rank, kept: bool, odd: int) -> dict[str, Any]:
 
     original = passes.run
     passes.run = lambda *args: runs.append(1) or original(*args)  # type: ignore[func-returns-value]
-    run = sp_passes.compile(module, mlps.config(group=at.group, release_weights=not kept))
+    config = mlps.config(group=at.group, release_weights=not kept, max_tokens=640)
+    run = sp_passes.compile(module, config)
     out: dict[str, Any] = {}
     try:
         out["error"] = mlps.worst_error(run(x), wanted)
@@ -198,6 +200,7 @@ def cached(at: Rank, kept: bool, odd: int) -> dict[str, Any]:
         out["raised"] = str(err)
     out["released"], out["passes"] = released(module), len(runs)
     out["hits"] = int(counters["inductor"]["fxgraph_cache_hit"])
+    out["room"] = symmetric._most_tokens.get(at.group.group_name)
     return out
 
 
@@ -215,6 +218,7 @@ def test_a_warm_start_runs_no_pass_but_shards_proves_and_reports(tmp_path: Path)
     for out in start():
         assert out["error"] < FP32 and out["released"], "a warm start must still shard"
         assert out["passes"] == 0 and out["from_cache"]
+        assert out["room"] == 640, "a warm start must still size the workspaces"
         assert "1 of 1 sites applied" in out["report"] and "cached" in out["report"]
         assert out["names"] == ["gate_up_weight", "down_weight"]
     for out in start(odd=1):

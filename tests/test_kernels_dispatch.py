@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ def fresh() -> Any:
 
 
 def on(call: Call, **changes: Any) -> Call:
-    return Call(**{**vars(call), **changes})
+    return call._replace(**changes)
 
 
 def test_unmeasured_is_unfused() -> None:
@@ -121,17 +120,41 @@ class Recorder:
     """Peers of one rank on CPU: what arrives is there from the start, pushes are written down."""
 
     def __init__(self, slots: Tensor, rank: int) -> None:
-        self.slots, self.rank, self.size = slots, rank, slots.shape[0]
-        self.side = SimpleNamespace(wait_stream=lambda other: None)
+        self.arrived, self.rank, self.size = slots, rank, slots.shape[0]
+        self.side: Any = None
         self.log: list[Any] = []
         self.pushed: dict[int, Tensor] = {}
+
+    def fork(self) -> None:
+        self.log.append("fork")
+
+    def merge(self) -> None:
+        self.log.append("merge")
 
     def open(self) -> None:
         self.log.append("open")
 
     def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert tuple(shape) == tuple(self.slots.shape)
-        return self.slots
+        return self.arrived.view(shape)
+
+    def chunks(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self.mine(shape, dtype).unbind(0)
+
+    def exchange(self, rows: Tensor, shape: tuple[int, ...], opened: bool = False) -> Tensor:
+        self.fork()
+        if not opened:
+            self.open()
+        self.send(rows, shape)
+        self.arrived[self.rank] = rows[self.rank] if rows.ndim == 3 else rows
+        for step in range(1, self.size):
+            self.wait((self.rank - step) % self.size, 0)
+        self.merge()
+        return self.arrived
+
+    def send(self, rows: Tensor, shape: tuple[int, ...]) -> None:
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            self.push(rows[peer] if rows.ndim == 3 else rows, step, shape, 0, 0)
 
     def push(self, rows: Tensor, step: int, shape: Any, start: int, piece: int) -> None:
         self.log.append(("push", step, piece))
@@ -141,14 +164,15 @@ class Recorder:
     def wait(self, src: int, piece: int) -> None:
         self.log.append(("wait", src, piece))
 
+    def wait_all(self, pieces: int) -> None:
+        for step in range(1, self.size):
+            for piece in range(pieces):
+                self.wait((self.rank - step) % self.size, piece)
+
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
     monkeypatch.setattr(copy_engine, "_FULL", 6)
-    monkeypatch.setattr(copy_engine, "triton_missing", lambda: "no GPU here")
 
 
 @pytest.mark.parametrize("out_first", [True, False])
@@ -163,7 +187,7 @@ def test_ag_gemm_schedule(streams: None, out_first: bool) -> None:
     given = weight if out_first else weight.t().contiguous()
     _, (out,) = copy_engine.gather_products(x, [given], [bias], [out_first], peers)
     assert torch.allclose(out, everyone @ weight.t() + bias, atol=1e-5)
-    assert peers.log[0] == "open"
+    assert peers.log[:2] == ["fork", "open"] and peers.log[-1] == "merge"
     pushes = [entry[1:] for entry in peers.log if entry[0] == "push"]
     assert pushes == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     waits = [entry[1] for entry in peers.log if entry[0] == "wait"]
@@ -272,7 +296,7 @@ def test_max_tokens_reaches_the_workspaces(solo: Any, monkeypatch: pytest.Monkey
 
 
 def test_bench_kernels_needs_a_gpu() -> None:
-    asked = bench_kernels.Asked(None, None, 8, "pinned", True, None, None)
+    asked = bench_kernels.Asked()
     with pytest.raises(SPError, match=r"bench kernels needs an NVIDIA GPU; torch .* sees none"):
         bench_kernels.run(asked, False)
 
@@ -292,13 +316,14 @@ def test_bench_kernels_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    asked = bench_kernels.Asked(None, None, 8, "pinned", True, None, None)
+    asked = bench_kernels.Asked()
     bench_kernels._report(measured(), asked, False)
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert [row[6:] for row in cells] == [
-        ["2 (2.00)", "2 (1.50)", ""], ["4 (2.00)", "3 (1.50)", ""],
-        ["2 (2.00)", "", "2 (1.50)"], ["4 (2.00)", "", "3 (1.50)"],
+    assert [line.split(";")[0] for line in lines if "; µs" in line] == ["ag_gemm", "gemm_rs"]
+    assert [row[5:] for row in cells] == [
+        ["2 (2.00)", "2 (1.50)"], ["4 (2.00)", "3 (1.50)"],
+        ["2 (2.00)", "2 (1.50)"], ["4 (2.00)", "3 (1.50)"],
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ CALL = Call("ag_gemm", "cuda", torch.bfloat16, 3072, 7168, 9000, 4)
 
 
 def on(call: Call, **changes: Any) -> Call:
-    return Call(**{**vars(call), **changes})
+    return call._replace(**changes)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,8 @@ def test_a_wheel_holds_every_module_and_the_data(wheel: Path) -> None:
     modules = {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, package in (("sp_passes", "sp_passes"), ("patterns", "sp_passes/patterns"))
-        for path in (ROOT / folder).rglob("*.py")
+        for pattern in ("*.py", "*.cu", "*.h")
+        for path in (ROOT / folder).rglob(pattern)
     }
     assert not modules - names
     assert {"sp_passes/models/data/kimi_k3_config.json", "sp_passes/py.typed"} <= names

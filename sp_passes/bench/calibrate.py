@@ -3,9 +3,12 @@
 
     python -m sp_passes.bench.calibrate OUT.json [--ranks N] [--base PROFILE]
 
-On CUDA: captured graphs, medians, one rank a GPU, NCCL. On a CPU the same steps run at toy sizes
-over gloo: a rehearsal whose numbers describe that CPU. What a machine cannot show (collectives
-on one rank, copies between GPUs, the network) comes from the base profile, and its source says so.
+On CUDA: captured graphs, medians, one rank a GPU, NCCL, the slowest rank; products after a second
+of the like, since clocks fall under load. On a CPU the same steps run at toy sizes over gloo: a
+rehearsal whose numbers describe that CPU. What a machine cannot show (collectives on one rank,
+copies between GPUs, the network) comes from the base profile, and its source says so.
+
+At the end it prints what differs from the base profile, and by how much.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SPError
-from ..ops import unfused
+from ..ops import symmetric, unfused
+from ..policy import costs
 from ..policy.hardware import KINDS, parse, raw
 from ..ranks import run_ranks, tell
 from . import timing
@@ -33,10 +37,14 @@ from . import timing
 # Wide and long as Kimi-K3's projections; rows that span decode steps to prefill.
 WIDTH, DEPTH = 6288, 7168
 ROWS = (256, 2048, 8192, 16384)
-SIZES = tuple(1 << e for e in range(16, 29, 2))
+# The largest: 32,768 tokens of Kimi-K3's 7,168 features.
+SIZES = tuple(1 << e for e in (16, 18, 20, 21, 22, 24, 26, 28, 29))
 TOY_WIDTH, TOY_DEPTH, TOY_ROWS = 384, 512, (64, 256, 512)
 TOY_SIZES = tuple(1 << e for e in range(12, 21, 2))
 COPIES = 4
+SETTLE_SECONDS = 1.0
+COPIED = (1 << 20, 1 << 27)
+"""Bytes of a small and of a large copy."""
 
 Call = Callable[[], Any]
 
@@ -70,6 +78,26 @@ class Machine:
             if i:
                 times.append((time.perf_counter() - start) * 1e6)
         return statistics.median(times) / len(calls)
+
+    def slowest_us(self, call: Call, size: int) -> float:
+        """As :meth:`us` of ``call``, which moves ``size`` bytes; most of all ranks.
+
+        Short calls come in longer graphs: the ranks start them up to some ten µs apart.
+        """
+        spent = self.us([call] * (20 if size <= 1 << 22 else 4), 5)
+        worst = torch.tensor(spent, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.pg)
+        return float(worst)
+
+    def settle(self, call: Call) -> None:
+        """Run ``call`` until the clocks are those of a busy device."""
+        if not self.on_gpu:
+            return
+        end = time.perf_counter() + SETTLE_SECONDS
+        while time.perf_counter() < end:
+            for _ in range(10):
+                call()
+            torch.cuda.synchronize()
 
     @property
     def name(self) -> str:
@@ -106,14 +134,12 @@ def measure(rank: int, ranks: int, base: Any, name: str | None, pg: Any = None) 
         profile["one_shot"] = None
         sources["one_shot"] = "none: the collectives above are all that ran"
     if machine.on_gpu and ranks > 1:
-        torch.cuda.synchronize()
-        dist.barrier()  # on the host: a kernel that waits would share the next GPU with the copies
-        if rank == 0:
-            tell("copies")
-            found = latency_and_rate(_copies(), profile["hbm"])
-            if found is not None:
-                profile["copy_engine"], sources["copy_engine"] = found, what
-        dist.barrier()
+        tell("copies")
+        times = _copies(machine)
+        found = times and latency_and_rate(times, profile["hbm"])
+        if found:
+            profile["copy_engine"] = found
+            sources["copy_engine"] = f"{what}, {ranks} ranks at once, both ways, with signals"
     profile["ranks_per_node"] = max(ranks, int(base["ranks_per_node"]))
     return profile
 
@@ -132,7 +158,9 @@ def _products(machine: Machine) -> dict[str, Any]:
     weight = weights[0][:wide]
     for rows in ROWS if machine.on_gpu else TOY_ROWS:
         x = machine.draw(rows, deep)
-        found[rows] = machine.us([partial(torch.matmul, x, weight.t())] * 2, 5)
+        call = partial(torch.matmul, x, weight.t())
+        machine.settle(call)
+        found[rows] = machine.us([call] * 2, 5)
     least, *larger = found
     points = [[_flop(m, wide, deep), _rate(m, found, launch, wide, deep)] for m in larger]
     ideal = _flop(least, wide, deep) / points[0][1] * 1e6
@@ -165,27 +193,25 @@ def _collectives(machine: Machine) -> dict[str, list[list[float]]]:
             "all_reduce": (total, partial(dist.all_reduce, whole, group=pg)),
         }
         for kind, (counted, call) in calls.items():
-            out[kind].append([counted, machine.us([call] * 4, 5)])
+            out[kind].append([counted, machine.slowest_us(call, size)])
     return out
 
 
-def _copies() -> list[tuple[int, float]]:
-    """Bytes and µs of a small and of a large copy to the next GPU by the copy engine."""
+def _copies(machine: Machine) -> list[tuple[int, float]]:
+    """Bytes and µs of a small and of a large copy to a peer, in the workspace of the ops.
+
+    Every rank copies to every other at once, behind their barrier and with a signal each, as
+    the overlapped ops do. Empty where peers cannot be reached.
+    """
     out = []
-    for count in (1 << 20, 1 << 28):
-        src = torch.empty(count, dtype=torch.uint8, device="cuda:0")
-        dst = torch.empty(count, dtype=torch.uint8, device="cuda:1")
-        dst.copy_(src)
-        rounds = []
-        for _ in range(10):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(COPIES):
-                dst.copy_(src, non_blocking=True)
-            end.record()
-            end.synchronize()
-            rounds.append(start.elapsed_time(end) * 1e3 / COPIES)
-        out.append((count, statistics.median(rounds)))
+    for count in COPIED:
+        rows = torch.zeros((count // 1024, 1024), dtype=torch.uint8, device=machine.device)
+        shape = (machine.ranks, *rows.shape)
+        peers = symmetric.workspace(machine.pg, machine.device, machine.ranks * count)
+        if peers is None:
+            return []
+        spent = machine.slowest_us(partial(peers.exchange, rows, shape), count)
+        out.append((count, spent / (machine.ranks - 1)))
     return out
 
 
@@ -227,6 +253,43 @@ def calibrate(ranks: int | None, base: str, name: str | None, say: Any = None) -
     return profile
 
 
+Change = tuple[str, float, float]
+
+
+def changes(base: Any, found: Any) -> list[Change]:
+    """``(what, before, after)`` of each number that was measured: of ``base`` and of ``found``.
+
+    Rates are compared at the products and collectives at the bytes that were measured, where
+    the base profile is read as the cost model reads it.
+    """
+    old, new = parse(base, base["name"]), parse(found, found["name"])
+    out: list[Change] = [
+        ("capacity, GB", old.capacity / 1e9, new.capacity / 1e9),
+        ("hbm, GB/s", old.hbm / 1e9, new.hbm / 1e9),
+        ("launch, µs", old.launch * 1e6, new.launch * 1e6),
+        ("ramp, µs", old.ramp * 1e6, new.ramp * 1e6),
+        ("copy engine, GB/s", old.copies.bandwidth / 1e9, new.copies.bandwidth / 1e9),
+        ("copy engine, latency µs", old.copies.latency * 1e6, new.copies.latency * 1e6),
+    ]
+    for flop, rate in new.rates:
+        out.append(
+            (f"product of {flop:.3g} flop, TFLOP/s", costs.rate(flop, old) / 1e12, rate / 1e12)
+        )
+    for kind in KINDS:
+        most = old.points(kind)[-1][0]
+        for size, seconds in new.points(kind):
+            scale = max(1.0, size / most)  # as the model goes on beyond the last point
+            before = costs.between(old.points(kind), min(size, most)) * scale
+            out.append((f"{kind} of {size / 1024:.0f} KiB, µs", before * 1e6, seconds * 1e6))
+    return [row for row in out if row[1] != row[2]]
+
+
+def difference(row: Change) -> str:
+    """By how much the number changed."""
+    _, before, after = row
+    return f"{(after / before - 1) * 100:+.0f} %" if before else "was 0"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="sp_passes.bench.calibrate")
     parser.add_argument("out", type=Path)
@@ -237,6 +300,9 @@ def main() -> None:
     profile = calibrate(given.ranks, given.base, given.name, print)
     given.out.write_text(json.dumps(profile, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(profile, indent=1, ensure_ascii=False))
+    print(f"against {given.base}:")
+    for row in changes(raw(given.base), profile):
+        print(f"  {row[0]:34} {row[1]:10.4g} -> {row[2]:10.4g}  {difference(row)}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of each kernel of ``ag_gemm`` and ``gemm_rs`` against its two floors.
+"""Time of each kernel of the overlapped ops and collectives against its two floors.
 
 Under torchrun with a GPU a rank, over the real links; as one process, rank 0 of ``tp_size``
 with stand-ins for links (``links``). The floors are the product alone and the transfer
-alone; a perfect overlap takes the larger of the two.
+alone; a perfect overlap takes the larger of the two. ``kernel_calls`` says what is timed.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +20,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops import copy_engine, one_shot, torch_fused, triton_gemm, tuned, unfused
-from ..ops.decode import add_in_rank_order
+from ..ops import one_shot, symmetric, tuned, unfused
 from ..ops.mlp import activate
+from . import kernel_calls
 from .decode import SITU, draw
-from .links import LoopBackPeers
 from .timing import capture, host_us, replay_us, versions
 
 # Weights of one rank of Kimi-K3 at TP8: KDA, MLA, shared experts in; and their way back. Last in
-# each row the shared experts at TP2.
-SHAPES = {
+# each row the shared experts at TP2. Whole weights of gemm_gather, which are cut over the ranks:
+# q_a + kv_a, the latent projections down and up. Features of the collectives' rows: hidden, latent.
+SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "ag_gemm": ((6288, 7168), (3648, 7168), (1536, 7168), (6144, 7168)),
     "gemm_rs": ((7168, 1536), (7168, 768), (7168, 3072)),
+    "gemm_gather": ((2112, 7168), (3584, 7168), (7168, 3584)),
+    "all_gather": ((7168, 0), (3584, 0)),
+    "reduce_scatter": ((7168, 0),),
 }
-TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+# 1,000, 3,000 and 6,001 leave a rank's last tile of 128 rows unfilled.
+TOKENS = (128, 256, 512, 1000, 1024, 2048, 3000, 4096, 6001, 8192, 16384, 32768)
+FEW = (8, 16, 32, 64)
+"""Tokens at which a collective alone is measured too; a product there belongs to ``mlp_rows``."""
 
-OURS = ("unfused", "copy_engine", "triton")
+OTHERS = ("torch", "nccl")
+"""For comparison alone: their reductions promise no order, their results are not checked here."""
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What to measure.
+
+    Attributes:
+        ops: all by default.
+        tokens: global tokens, rounded up to a multiple of the ranks; None: ``TOKENS``, and
+            ``FEW`` for the collectives alone.
+        shapes: for each op the ``(n, k)``, as in ``SHAPES``.
+        kernels: names of those to time, beside unfused; None: all.
+        seconds: begin no row after so many; None: measure all.
+        save: write the result there after each row, so that a run that is cut short keeps it.
+    """
+
+    ops: tuple[str, ...] = tuple(SHAPES)
+    tokens: tuple[int, ...] | None = None
+    shapes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = tuple(SHAPES.items())
+    kernels: tuple[str, ...] | None = None
+    seconds: float | None = None
+    save: Path | None = None
+
+    def rows(self, tp_size: int) -> Iterator[tuple[str, int, int, int]]:
+        """``(op, n, k, tokens)`` for so many ranks."""
+        shapes = dict(self.shapes)
+        for op in self.ops:
+            few = FEW if op in ("all_gather", "reduce_scatter") else ()
+            tokens = self.tokens if self.tokens is not None else (*few, *TOKENS)
+            whole = sorted({-(-m // tp_size) * tp_size for m in tokens})
+            for n, k in shapes[op]:
+                n = n // tp_size if op == "gemm_gather" else n
+                yield from ((op, n, k, m) for m in whole)
+
+
 def run(
-    ops: Sequence[str] = ("ag_gemm", "gemm_rs"),
-    tokens: Sequence[int] = TOKENS,
-    shapes: dict[str, Sequence[tuple[int, int]]] | None = None,
+    asked: Asked | None = None,
     tp_size: int = 8,
     link: str = "pinned",
     group: Any = None,
@@ -52,8 +93,7 @@ def run(
     """Measure; see :func:`table` for how to print the result.
 
     Args:
-        tokens: global tokens.
-        shapes: for each op the ``(n, k)`` of one rank's weight.
+        asked: which rows; all by default.
         tp_size, link: of the stand-in, where there is no ``group``.
         group: a process group with a GPU a rank; collective then.
         write: a kernel table to extend with the winners; only with a group.
@@ -61,33 +101,66 @@ def run(
 
     Returns:
         ``{"rows": [{"op", "n", "k", "tokens", "tp_size", "link", "us": {kernel: µs},
-        "product_us", "transfer_us", "over_floor": {kernel: ratio}}], …versions}``.
+        "product_us", "transfer_us", "over_floor": {kernel: ratio}}], "left": rows that the
+        time did not suffice for, …versions}``.
     """
-    todo = [
-        (op, n, k, m) for op in ops for n, k in (shapes or SHAPES)[op] for m in tokens
-    ]  # fmt: skip
-    rows: list[Row] = []
-    for op, n, k, m in todo:
-        if group is None:
-            rows.append(_stand_in(op, n, k, m, tp_size, link))
-        else:
-            rows.append(_real(op, n, k, m, group))
+    asked = asked or Asked()
+    ranks = tp_size if group is None else group.size()
+    todo = list(asked.rows(ranks))
+    if group is not None and todo:
+        most = max(kernel_calls.workspace_bytes(*row, ranks) for row in todo)
+        symmetric.workspace(group, torch.device("cuda", torch.cuda.current_device()), most)
+    result: dict[str, Any] = {**versions(), "rows": [], "left": len(todo)}
+    start = time.monotonic()
+    for done, row in enumerate(todo, 1):
+        if asked.seconds is not None and _over(time.monotonic() - start > asked.seconds, group):
+            break
+        result["rows"].append(_measured(*row, asked, ranks, link, group))
+        result["left"] = len(todo) - done
+        if asked.save is not None and (group is None or group.rank() == 0):
+            asked.save.write_text(json.dumps(result))
         torch.cuda.empty_cache()
         if progress is not None:
-            progress(len(rows), len(todo))
+            progress(done, len(todo))
     if write is not None and group is not None and group.rank() == 0:
-        tuned.write(write, winners(rows))
-    return {**versions(), "rows": rows}
+        tuned.write(write, winners(result["rows"], torch.cuda.get_device_capability()))
+    return result
 
 
-def winners(rows: Sequence[Row]) -> dict[tuned.Key, tuned.Buckets]:
-    """Entries for the kernel table."""
+def _over(late: bool, group: Any) -> bool:
+    """Whether rank 0's time is over: all ranks must stop at the same row."""
+    if group is None:
+        return late
+    flag = torch.tensor(int(late), device="cuda")
+    dist.broadcast(flag, 0, group)
+    return bool(flag)
+
+
+def _measured(op: str, n: int, k: int, m: int, asked: Asked, tp: int, link: str, group: Any) -> Row:
+    if group is None:
+        calls = kernel_calls.stand_in(op, n, k, m, tp, link)
+    else:
+        calls = kernel_calls.real(op, n, k, m, group)
+    floors = ("product", "transfer", "unfused")
+    wanted = {
+        name: call
+        for name, call in calls.items()
+        if asked.kernels is None or name in floors or name in asked.kernels
+    }
+    if group is not None:
+        us = {name: _group_us(call, group, m) for name, call in wanted.items()}
+        return _row(op, n, k, m, tp, "peer", us)
+    row = _row(op, n, k, m, tp, link, {name: replay_us([c] * 3, 7) for name, c in wanted.items()})
+    own = [name for name in row["us"] if name != "unfused"]
+    return row | {"host_us": {name: host_us(calls[name], 60) for name in own}}
+
+
+def winners(rows: Sequence[Row], capability: tuple[int, int]) -> dict[tuned.Key, tuned.Buckets]:
+    """Entries for the kernel table, of a device of that compute capability."""
     times: dict[tuned.Key, dict[int, dict[str, float]]] = {}
     for row in rows:
-        capability = torch.cuda.get_device_capability()
         key = (capability, row["op"], row["n"], row["k"], row["tp_size"], "bfloat16")
-        # Not torch's: its reduction promises no order, and its results are not checked here.
-        ours = {name: us for name, us in row["us"].items() if name in OURS}
+        ours = {name: us for name, us in row["us"].items() if name not in OTHERS}
         times.setdefault(key, {})[row["tokens"]] = ours
     return {key: tuned.buckets_of(found) for key, found in times.items()}
 
@@ -107,94 +180,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _row(op: str, n: int, k: int, m: int, tp: int, link: str, us: dict[str, float]) -> Row:
-    product, transfer = us.pop("product"), us.pop("transfer")
+    product, transfer = us.pop("product", 0.0), us.pop("transfer")
     floor = max(product, transfer)
     return {
         "op": op, "n": n, "k": k, "tokens": m, "tp_size": tp, "link": link, "us": us,
         "product_us": product, "transfer_us": transfer,
         "over_floor": {name: t / floor for name, t in us.items()},
     }  # fmt: skip
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def _stand_in(op: str, n: int, k: int, m: int, tp: int, link: str) -> Row:
-    gather = op == "ag_gemm"
-    rows = m // tp
-    peers = LoopBackPeers(tp, (rows, k if gather else n), torch.bfloat16, link, gather)
-    weight = _random(n, k) / k**0.5
-    if gather:
-        x, full = _random(rows, k), peers.slots.flatten(0, 1)
-
-        def one_after_the_other() -> None:
-            peers.transfer()
-            full[:rows].copy_(x)
-            full @ weight.t()
-
-        def overlapped() -> None:
-            copy_engine.gather_products(x, [weight], [None], [True], peers)
-
-        def in_one() -> None:
-            triton_gemm.gather_products(x, [weight], [None], [True], peers)
-
-        product = lambda: full @ weight.t()  # noqa: E731
-    else:
-        x = _random(m, k)
-
-        def one_after_the_other() -> None:
-            torch.mm(x, weight.t(), out=peers.slots.flatten(0, 1))
-            peers.transfer()
-            add_in_rank_order(peers.slots, None)
-
-        def overlapped() -> None:
-            copy_engine.product_reduce(x, weight, None, True, peers)
-
-        product = lambda: x @ weight.t()  # noqa: E731
-    calls: Calls = {
-        "product": product,
-        "transfer": peers.transfer,
-        "unfused": one_after_the_other,
-        "copy_engine": overlapped,
-        **({"triton": in_one} if gather else {}),
-    }
-    row = _row(op, n, k, m, tp, link, {what: replay_us([c] * 3, 7) for what, c in calls.items()})
-    hosts = {name: host_us(calls[name], 60) for name in OURS[1:] if name in calls}
-    return row | {"host_us": hosts}
-
-
-def _real(op: str, n: int, k: int, m: int, group: Any) -> Row:
-    """Replayed graphs, each between barriers; the slowest rank's median counts."""
-    tp = group.size()
-    weight = _random(n, k) / k**0.5
-    if op == "ag_gemm":
-        x = _random(m // tp, k)
-        full = _random(m, k)
-        args = (x, [weight], [None], [True], group, tp)
-        calls: Calls = {
-            "product": lambda: full @ weight.t(),
-            "transfer": lambda: unfused.all_gather(x, group, tp),
-            "unfused": lambda: unfused.ag_gemm(*args),
-            "copy_engine": lambda: copy_engine.ag_gemm(*args, gathered=False),
-            "triton": lambda: triton_gemm.ag_gemm(*args, gathered=False),
-            "torch": lambda: torch_fused.ag_gemm(*args),
-        }
-    else:
-        x, part = _random(m, k), _random(m, n)
-        own = part[: m // tp].clone()
-        calls = {
-            "product": lambda: x @ weight.t(),
-            "transfer": lambda: dist.reduce_scatter_tensor(own, part, group=group),
-            "unfused": lambda: unfused.gemm_rs(x, weight, None, True, group, tp),
-            "copy_engine": lambda: copy_engine.gemm_rs(x, weight, None, True, group, tp),
-            "torch": lambda: torch_fused.gemm_rs(x, weight, None, True, group, tp),
-            "nccl": lambda: dist.reduce_scatter_tensor(own, x @ weight.t(), group=group),
-        }
-    rows = m // tp
-    copy_engine.workspace(group, weight.device, 2 * max(m * k, rows * tp * n))
-    us = {what: _group_us(call, group) for what, call in calls.items()}
-    return _row(op, n, k, m, tp, "peer", us)
 
 
 def mlp_rows(group: Any, tokens: Sequence[int] = (8, 16, 32, 64, 128, 256)) -> list[Row]:
@@ -211,7 +203,7 @@ def mlp_rows(group: Any, tokens: Sequence[int] = (8, 16, 32, 64, 128, 256)) -> l
     device = torch.device("cuda", torch.cuda.current_device())
     rows: list[Row] = []
     for m in tokens:
-        x = _random(m // tp, hidden)
+        x = kernel_calls.random(m // tp, hidden)
         shot = one_shot.for_group(group, device, m // tp, hidden, hidden, inner)
 
         def one_after_the_other(x: Tensor = x) -> None:
@@ -230,13 +222,17 @@ def mlp_rows(group: Any, tokens: Sequence[int] = (8, 16, 32, 64, 128, 256)) -> l
         calls: Calls = {
             "unfused": one_after_the_other, "one_shot": fused, "replicated": replicated
         }  # fmt: skip
-        us = {name: _group_us(call, group) / len(layers) for name, call in calls.items()}
+        us = {name: _group_us(call, group, m) / len(layers) for name, call in calls.items()}
         rows.append({"op": "mlp", "tokens": m, "tp_size": tp, "link": "peer", "us": us})
     return rows
 
 
-def _group_us(call: Callable[[], Any], group: Any, rounds: int = 10, burst: int = 5) -> float:
-    """Median µs of a call in a replayed graph of ``burst`` calls; most of all ranks."""
+def _group_us(call: Callable[[], Any], group: Any, tokens: int, rounds: int = 10) -> float:
+    """Median µs of a call in a replayed graph of several; most of all ranks.
+
+    Short calls come in longer graphs: the ranks start them up to some ten µs apart.
+    """
+    burst = 5 if tokens > 1024 else 20
     dist.barrier(group)
     graph = capture([call] * burst, warmup=1)
     times = []

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of the fused ops on several processes that share one GPU, or have one each.
 
-    python -m sp_passes.bench.multirank --ranks 2,4,8 --out FILE [--full]
+    python -m sp_passes.bench.multirank --ranks 2,4,8 --out FILE [--full] [--kernels …]
+        [--collectives …]
 
 Sharing one GPU (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1) the processes are time-sliced:
 results count there, times do not. Every rank can draw every rank's inputs from a seed, so
@@ -32,6 +33,7 @@ from ..layout import ShardLayout
 from ..ops import one_shot
 from ..ops.decode import MAX_TOKENS
 from ..ops.kernels import _TABLE
+from . import multirank_collectives
 from .decode import SITU, activation
 from .timing import relative_error, versions
 
@@ -290,7 +292,9 @@ def cases(case: Case, full: bool) -> list[Callable[[], Row]]:
     return rows
 
 
-def _worker(rank: int, size: int, port: int, kernels: list[str], full: bool, path: str) -> None:
+def _worker(
+    rank: int, size: int, port: int, kernels: list[str], alone: list[str], full: bool, path: str
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank % torch.cuda.device_count())
     own = torch.cuda.device_count() >= size
@@ -301,20 +305,25 @@ def _worker(rank: int, size: int, port: int, kernels: list[str], full: bool, pat
     pg: Any = dist.group.WORLD
     import sp_passes  # noqa: F401  registers the kernels
 
+    runs: list[Callable[[], Row]] = []
+    for kernel in [*kernels, "unfused"] if own and kernels else kernels:
+        runs += cases(Case(pg, kernel), full)
+    for kernel in [*alone, "unfused"] if own and alone else alone:
+        runs += multirank_collectives.cases(pg, kernel, full)
+    if kernels:
+        for m in (1, 5, 32) if full else (5,):
+            if m * size <= MAX_TOKENS:
+                runs.append(partial(one_shot_row, pg, m, 300 if full else 50))
+        runs += [partial(op_row, pg, m) for m in (1, 16, 300) if own]
     rows: list[Row] = []
-    for kernel in [*kernels, "unfused"] if own else kernels:
-        for run in cases(Case(pg, kernel), full):
-            torch.cuda.synchronize()
-            dist.barrier()
-            row = run()
-            rows.append(row | {"rank": rank})
-            if rank == 0:
-                print(f"{size} ranks, {kernel}: {row['what']}, {row['m']} tokens", flush=True)
-    for m in (1, 5, 32) if full else (5,):
-        if m * size <= MAX_TOKENS:
-            rows.append(one_shot_row(pg, m, 300 if full else 50) | {"rank": rank})
-    if own:
-        rows += [op_row(pg, m) | {"rank": rank} for m in (1, 16, 300)]
+    for run in runs:
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.monotonic()
+        row = run()
+        rows.append(row | {"rank": rank, "seconds": round(time.monotonic() - start, 2)})
+        if rank == 0:
+            print(f"{size} ranks, {row['kernel']}: {row['what']}, {row['m']} tokens", flush=True)
     torch.cuda.synchronize()
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, rows)
@@ -324,7 +333,9 @@ def _worker(rank: int, size: int, port: int, kernels: list[str], full: bool, pat
     dist.destroy_process_group()
 
 
-def run(sizes: list[int], kernels: list[str], full: bool, path: Path) -> list[Row]:
+def run(
+    sizes: list[int], kernels: list[str], alone: list[str], full: bool, path: Path
+) -> list[Row]:
     """Every case on every group size; one row for each rank and case."""
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     rows: list[Row] = []
@@ -332,7 +343,7 @@ def run(sizes: list[int], kernels: list[str], full: bool, path: Path) -> list[Ro
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        mp.spawn(_worker, (size, port, kernels, full, str(path)), nprocs=size)
+        mp.spawn(_worker, (size, port, kernels, alone, full, str(path)), nprocs=size)
         rows += json.loads(path.read_text())
     return rows
 
@@ -341,12 +352,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--kernels", default="copy_engine,triton")
+    parser.add_argument(
+        "--collectives", default=",".join(multirank_collectives.KERNELS[:2]), help="of those alone"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args(argv)
     sizes = [int(size) for size in args.ranks.split(",")]
     start = time.monotonic()
-    rows = run(sizes, args.kernels.split(","), args.full, args.out)
+    kernels, alone = (
+        [name for name in text.split(",") if name] for text in (args.kernels, args.collectives)
+    )
+    rows = run(sizes, kernels, alone, args.full, args.out)
     bad = [row for row in rows if not passed(row)]
     for row in bad or [row for row in rows if row["rank"] == 0]:
         print(row, flush=True)

@@ -38,12 +38,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _panel(axes: Any, rows: list[dict[str, Any]]) -> None:
-    tokens = [row["tokens"] for row in rows]
-    for name in rows[0]["us"]:
-        axes.plot(tokens, [row["us"][name] for row in rows], marker="o", markersize=3, label=name)
+    for name in dict.fromkeys(name for row in rows for name in row["us"]):
+        points = [(row["tokens"], row["us"][name]) for row in rows if name in row["us"]]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     for floor, style in (("product_us", "--"), ("transfer_us", ":")):
+        points = [(row["tokens"], row[floor]) for row in rows if row[floor]]
         label = f"{floor.removesuffix('_us')} alone"
-        axes.plot(tokens, [row[floor] for row in rows], style, color="black", label=label)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, color="black", label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens", fontsize=8)

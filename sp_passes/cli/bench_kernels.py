@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,31 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from ..errors import SPError
+from ..ops.kernels import kernel_names
 from . import show
+
+ALONE = ("all_gather", "reduce_scatter")
+"""Ops without a product: their shapes are features alone."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """The command's arguments."""
 
-    op: str | None
-    tokens: str | None
-    tp: int
-    link: str
-    mlp: bool
-    write: Path | None
-    plot: Path | None
+    ops: str | None = None
+    tokens: str | None = None
+    shapes: str | None = None
+    kernels: str | None = None
+    seconds: float | None = None
+    tp: int = 8
+    link: str = "pinned"
+    mlp: bool = True
+    write: Path | None = None
+    plot: Path | None = None
+    save: Path | None = None
 
 
 def run(asked: Asked, as_json: bool) -> None:
@@ -40,24 +49,46 @@ def run(asked: Asked, as_json: bool) -> None:
         )
     from ..bench import kernels as measure
 
-    tokens = _tokens(asked.tokens) if asked.tokens else measure.TOKENS
-    ops = (asked.op,) if asked.op else tuple(measure.SHAPES)
-    if not set(ops) <= set(measure.SHAPES):
-        raise SPError(f"op {asked.op!r} is not measured; there are {', '.join(measure.SHAPES)}")
+    what = chosen(asked)
     with _group() as group, _bar(group) as progress:
         if asked.write is not None and group is None:
             raise SPError(
                 "--write extends the table of kernels, which holds for real links only: start "
                 "with torchrun --nproc-per-node N -m sp_passes bench kernels --write FILE"
             )
-        result = measure.run(
-            ops, tokens, tp_size=asked.tp, link=asked.link, group=group, write=asked.write,
-            progress=progress,
-        )  # fmt: skip
-        if group is not None and asked.mlp:
+        result = measure.run(what, asked.tp, asked.link, group, asked.write, progress)
+        if group is not None and asked.mlp and not result["left"]:
             result["mlp"] = measure.mlp_rows(group)
+            if asked.save is not None and group.rank() == 0:
+                asked.save.write_text(json.dumps(result))
         if group is None or group.rank() == 0:
             _report(result, asked, as_json)
+
+
+def chosen(asked: Asked) -> Any:
+    """The rows that were asked for.
+
+    Raises:
+        SPError: there is no such op or kernel, or a list cannot be read.
+    """
+    from ..bench import kernels as measure
+
+    ops = tuple(asked.ops.split(",")) if asked.ops else tuple(measure.SHAPES)
+    _known("--ops", ops, measure.SHAPES)
+    kernels = tuple(asked.kernels.split(",")) if asked.kernels else None
+    _known("--kernels", kernels or (), (*kernel_names()[1:], *measure.OTHERS))
+    shapes = {op: measure.SHAPES[op] for op in ops}
+    if asked.shapes:
+        shapes = {op: _shapes(asked.shapes, op) for op in ops}
+    tokens = _tokens(asked.tokens) if asked.tokens else None
+    return measure.Asked(ops, tokens, tuple(shapes.items()), kernels, asked.seconds, asked.save)
+
+
+def _known(option: str, found: Iterable[str], known: Iterable[str]) -> None:
+    known = list(dict.fromkeys(known))
+    for name in found:
+        if name not in known:
+            raise SPError(f"{option}: {name!r} is not measured; there are {', '.join(known)}")
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -68,6 +99,22 @@ def _tokens(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise SPError(f"--tokens {text!r}: give counts such as 1024,4096")
     return found
+
+
+def _shapes(text: str, op: str) -> tuple[tuple[int, int], ...]:
+    """Those of ``text`` that are for ``op``: of its name, or of none and, if it has one, with k."""
+    found = []
+    for part in text.split(","):
+        name, _, size = part.rpartition(":")
+        n, _, k = size.partition("x")
+        if not n.isdecimal() or not (k or "0").isdecimal() or int(n) < 1:
+            raise SPError(
+                f"--shapes {part!r}: give n x k such as 3648x7168 or gemm_rs:7168x1536, and "
+                "the features alone, such as 7168, for all_gather and reduce_scatter"
+            )
+        if name == op or (not name and bool(k) != (op in ALONE)):
+            found.append((int(n), int(k or 0)))
+    return tuple(found)
 
 
 @contextmanager
@@ -110,29 +157,41 @@ def _cell(row: dict[str, Any], name: str) -> str:
     return f"{row['us'][name]:.0f} ({row['over_floor'][name]:.2f})"
 
 
+def _table(op: str, found: list[dict[str, Any]]) -> Table:
+    """The rows of one op, with the kernels that it has."""
+    names = list(dict.fromkeys(name for row in found for name in row["us"]))
+    head = (">n", ">k", ">tokens", ">product", ">transfer", *(f">{name}" for name in names))
+    rows = [
+        (row["n"], row["k"] or "-", row["tokens"],
+         f"{row['product_us']:.0f}" if row["product_us"] else "-",
+         f"{row['transfer_us']:.0f}",
+         *(_cell(row, name) for name in names))
+        for row in found
+    ]  # fmt: skip
+    return show.table(f"{op}; µs (over the larger floor)", head, rows)
+
+
 def _report(result: dict[str, Any], asked: Asked, as_json: bool) -> None:
-    if asked.plot is not None:
+    if asked.plot is not None and result["rows"]:
         from ..bench import plot
 
         plot.draw(result, asked.plot)
     if as_json:
         print(json.dumps(result))
         return
-    out = show.console()
-    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
-    head = ("op", ">n", ">k", ">tokens", ">product", ">transfer", *(f">{name}" for name in names))
-    rows = [
-        (row["op"], row["n"], row["k"], row["tokens"], f"{row['product_us']:.0f}",
-         f"{row['transfer_us']:.0f}",
-         *(_cell(row, name) for name in names))
-        for row in result["rows"]
-    ]  # fmt: skip
+    out = show.console(width=150)
+    if not result["rows"]:
+        out.print("nothing measured: no row was asked for, or --seconds left none")
+        return
     first = result["rows"][0]
-    title = f"{result['device']}, {first['tp_size']} ranks, link: {first['link']}"
-    out.print(show.table(f"{title}; µs (over the larger floor)", head, rows))
+    out.print(f"{result['device']}, {first['tp_size']} ranks, link: {first['link']}")
+    for op in dict.fromkeys(row["op"] for row in result["rows"]):
+        out.print(_table(op, [row for row in result["rows"] if row["op"] == op]))
     for row in result.get("mlp", ()):
         times = ", ".join(f"{name} {us:.1f} µs" for name, us in row["us"].items())
         out.print(f"decode MLP, {row['tokens']} tokens: {times}")
-    for path in (asked.write, asked.plot):
+    if result.get("left"):
+        out.print(f"{result['left']} rows not measured: --seconds {asked.seconds:g} are over")
+    for path in (asked.write, asked.plot, asked.save):
         if path is not None:
             out.print(f"wrote {path}")

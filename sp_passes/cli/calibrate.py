@@ -10,7 +10,7 @@ from typing import Any
 from ..bench import calibrate as measure
 from ..errors import SPError
 from ..policy import forms
-from ..policy.hardware import parse
+from ..policy.hardware import parse, raw
 from . import show
 from .progress import step
 
@@ -36,6 +36,17 @@ def run(out: str, ranks: int | None, name: str | None, base: str, as_json: bool)
     console = show.console()
     console.print(
         show.table(f"Profile {profile['name']}", ("", ">value", "source"), _rows(profile))
+    )
+    changed = measure.changes(raw(base), profile)
+    console.print(
+        show.table(
+            f"Against {base}",
+            ("", ">before", ">now", ">change"),
+            [
+                (row[0], f"{row[1]:.4g}", f"{row[2]:.4g}", measure.difference(row))
+                for row in changed
+            ],
+        )
     )
     hw = parse(profile, out)
     at = forms.crossover(forms.mlp(HIDDEN, SHARED), 8, hw)

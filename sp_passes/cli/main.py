@@ -249,10 +249,25 @@ def passes(json: Json = False) -> None:
 @bench.command()
 @handled
 def kernels(
-    op: Annotated[Optional[str], typer.Option(help="ag_gemm or gemm_rs alone.")] = None,  # noqa: UP045
+    ops: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--ops", "--op", help="These alone, such as ag_gemm,all_gather."),
+    ] = None,
     tokens: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Global tokens, such as 1024,4096."),
+        typer.Option(help="Global tokens, such as 1024,4096; rounded up to the ranks."),
+    ] = None,
+    shapes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of one rank, n x k, such as 3648x7168,gemm_rs:7168x1536."),
+    ] = None,
+    kernels: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="These alone beside unfused, such as triton,copy_engine."),
+    ] = None,
+    seconds: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Begin no row after so many."),
     ] = None,
     tp: Annotated[int, typer.Option(help="Ranks that one process stands in for.")] = 8,
     link: Annotated[
@@ -264,6 +279,10 @@ def kernels(
         typer.Option(help="Extend this table of kernels with the winners; over real links."),
     ] = None,
     plot: Annotated[Optional[Path], typer.Option(help="Draw the times to this PNG.")] = None,  # noqa: UP045
+    save: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the JSON there after each row."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Fused kernels on this machine's GPUs, against the product and the transfer alone.
@@ -272,7 +291,64 @@ def kernels(
     """
     from . import bench_kernels as command
 
-    command.run(command.Asked(op, tokens, tp, link, mlp, write, plot), json)
+    asked = command.Asked(
+        ops, tokens, shapes, kernels, seconds, tp, link, mlp, write, plot, save
+    )  # fmt: skip
+    command.run(asked, json)
+
+
+@bench.command()
+@handled
+def stack(
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Local ranks, a GPU each; as many as there are by default."),
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Full-width layers; 0: the MLP pair alone.")] = 8,
+    tokens: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Global tokens of a step, such as 8,256,4096."),
+    ] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(help="Kernels; auto@64: where the cost model says so for 1 to 64 tokens."),
+    ] = "auto,unfused,auto@64",
+    pair: Annotated[bool, typer.Option(help="The shared experts' MLP alone, too.")] = True,
+    toy: Annotated[bool, typer.Option("--toy", help="Toy widths, to try the command.")] = False,
+    out: Annotated[Optional[Path], typer.Option(help="Write the JSON here too.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Kimi-K3's layers at full width on this machine's GPUs: step time and memory.
+
+    Replicated against rewritten; exit 1 if the report claims other bytes than were freed.
+    """
+    from . import bench_models as command
+
+    asked = command.stacking.Asked(
+        layers, command.tokens_of(tokens), tuple(kernels.split(",")), pair, toy
+    )
+    if not command.stack(ranks, asked, out, json):
+        raise typer.Exit(1)
+
+
+@bench.command()
+@handled
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 10.0,
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Local ranks; as many as there are GPUs by default."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides every call.")] = 0,
+    first: Annotated[int, typer.Option(help="Number of the first call.")] = 0,
+    small: Annotated[bool, typer.Option("--small", help="Narrow shapes, as on a CPU.")] = False,
+    json: Json = False,
+) -> None:
+    """Random calls of every op by every kernel, each result checked; exit 1 if one is wrong."""
+    from . import bench_models as command
+
+    if not command.soak(minutes, ranks, seed, first, small, json):
+        raise typer.Exit(1)
 
 
 @vllm.callback()

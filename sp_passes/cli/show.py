@@ -23,11 +23,11 @@ FEWEST_GIB = 0.2
 PLAIN_WIDTH = 100
 
 
-def console() -> Console:
-    """The terminal; where there is none, and no COLUMNS, a page of ``PLAIN_WIDTH``."""
+def console(width: int = PLAIN_WIDTH) -> Console:
+    """The terminal; where there is none, and no COLUMNS, a page of ``width``."""
     found = Console(highlight=False)
     known = found.is_terminal or os.environ.get("COLUMNS", "").isdigit()
-    return found if known else Console(highlight=False, width=PLAIN_WIDTH)
+    return found if known else Console(highlight=False, width=width)
 
 
 def print_json(data: Any) -> None:

@@ -19,6 +19,7 @@ logical parameters: the ops find this rank's shard of them (``sp_passes.resident
     weight_gather, weight_wait   a sharded weight made whole      in ``weight_gather.py``
     prepare         every weight of a graph             -> a token that the ops above wait for
     agree           nothing; compares the ranks' plans where a graph has nothing to prepare
+                    (both tell the workspaces of ``max_tokens``, compiled or from a cache)
     pp_send, pp_recv, token_shard, stage_input, stage_output: pipeline boundaries (``p2p``)
 
 A layout says how a weight is cut (``ShardLayout``), or that it is used as it is
@@ -36,36 +37,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import residents
 from ..errors import ShardingError, SPError
 from ..layout import Layout, LocalPart, ShardLayout, parse
+from . import collective_engine as collective_engine
+from . import collectives, features, mlp, p2p, symmetric, unfused, weight_gather
 from . import copy_engine as copy_engine
-from . import features, mlp, p2p, unfused, weight_gather
 from . import gather_engine as gather_engine
+from . import hopper as hopper
+from . import one_launch as one_launch
 from . import torch_fused as torch_fused
 from . import triton_gemm as triton_gemm
+from .collectives import FREE, gathered_shape, scattered_rows
 from .groups import group_of as group_of
 from .kernels import Call, barred, choose
 
 _LIB = torch.library.Library("sp_passes", "DEF")
-
-
-def _gathered_shape(x: Tensor, tp_size: int) -> tuple[Any, ...]:
-    return (tp_size * x.shape[0], *x.shape[1:])
-
-
-def _scattered_rows(x: Tensor, tp_size: int) -> Any:
-    rows = x.shape[0]
-    if isinstance(rows, int) and rows % tp_size:
-        raise ShardingError(
-            f"reduce-scatter of {rows} rows over {tp_size} ranks: every rank must hold the same "
-            "number; pad the tokens to a multiple of tp_size"
-        )
-    return rows // tp_size
 
 
 def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
@@ -74,25 +67,10 @@ def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
 
 def _part(weight: Tensor, layout: Layout, pg: Any) -> Tensor:
     """What this rank multiplies by."""
-    from ..residents import resident
-
-    return weight if isinstance(layout, LocalPart) else resident(weight, layout, pg)
+    return weight if isinstance(layout, LocalPart) else residents.resident(weight, layout, pg)
 
 
 # --- what each op computes --------------------------------------------------------------
-
-
-def _all_gather(x: Tensor, group: str, tp_size: int) -> Tensor:
-    return unfused.all_gather(x, group_of(group, tp_size), tp_size)
-
-
-def _reduce_scatter(x: Tensor, group: str, tp_size: int) -> Tensor:
-    _scattered_rows(x, tp_size)
-    return unfused.reduce_scatter(x, group_of(group, tp_size), tp_size)
-
-
-def _all_reduce(x: Tensor, group: str, tp_size: int) -> Tensor:
-    return unfused.all_reduce(x, group_of(group, tp_size), tp_size)
 
 
 def _ag_gemm(
@@ -107,45 +85,55 @@ def _ag_gemm(
     gathered: bool = False,
     barrier: bool = False,
 ) -> list[Tensor]:
-    from ..residents import compare_rows
-
     pg = group_of(group, tp_size)
-    cuts = [parse(text) for text in layouts]
+    cuts, out_first = _parsed(tuple(layouts))
     shards = [_part(w, cut, pg) for w, cut in zip(weights, cuts, strict=True)]
     if isinstance(cuts[0], ShardLayout):
-        compare_rows(x, weights[0], pg)
+        residents.compare_rows(x, weights[0], pg)
     vectors = [
         None if b is None else _part(b, replace(cut, dim=0), pg)
         for b, cut in zip(biases, cuts, strict=True)
     ]
     same = [i for i, w in enumerate(weights) if w.dtype == x.dtype]
-    call = Call(
-        "ag_gemm",
-        x.device.type,
-        x.dtype,
-        sum(cuts[i].part_size(weights[i], tp_size) for i in same),
-        x.shape[-1],
-        x.shape[0] * tp_size,
-        tp_size,
-    )
-    row = choose(call, kernel if same else "unfused")
-    wanted = {"gathered": gathered or len(same) < len(weights)} if row.may_skip_gathered else {}
-    full, *products = row.run(
-        x,
-        [shards[i] for i in same],
-        [vectors[i] for i in same],
-        [cuts[i].dim == 0 for i in same],
-        pg,
-        tp_size,
-        **barred(barrier),
-        **wanted,
-    )
+    if len(same) == len(weights):
+        full, *out = _products(
+            x, shards, vectors, out_first, pg, tp_size, kernel, gathered, barrier
+        )
+        return [*out, full] if gathered else out
+    full, *products = _products(
+        x, [shards[i] for i in same], [vectors[i] for i in same], [out_first[i] for i in same],
+        pg, tp_size, kernel if same else "unfused", True, barrier,
+    )  # fmt: skip
     made = dict(zip(same, products, strict=True))
     for i in set(range(len(weights))) - made.keys():
         wide = full.to(weights[i].dtype)
-        made[i] = unfused.linear(wide, shards[i], vectors[i], cuts[i].dim == 0)
+        made[i] = unfused.linear(wide, shards[i], vectors[i], out_first[i])
     out = [made[i] for i in range(len(weights))]
     return [*out, full] if gathered else out
+
+
+@lru_cache(maxsize=4096)
+def _parsed(layouts: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[bool, ...]]:
+    """The layouts, and whether output features come first in their weights."""
+    cuts = tuple(map(parse, layouts))
+    return cuts, tuple(cut.dim == 0 for cut in cuts)
+
+
+def _products(
+    x: Tensor, shards: Sequence[Tensor], biases: Sequence[Tensor | None],
+    out_first: Sequence[bool], pg: Any, tp_size: int, kernel: str, gathered: bool, barrier: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Of all ranks' tokens with weights of their dtype, by the kernel for it; tokens first."""
+    n = 0
+    for shard, first in zip(shards, out_first, strict=True):
+        n += shard.shape[0 if first else 1]
+    tokens, device = x.shape[0] * tp_size, "cuda" if x.is_cuda else x.device.type
+    row = choose(Call("ag_gemm", device, x.dtype, n, x.shape[-1], tokens, tp_size), kernel)
+    options = barred(barrier)
+    if row.may_skip_gathered:
+        options["gathered"] = gathered
+    out: list[Tensor] = row.run(x, shards, biases, out_first, pg, tp_size, **options)
+    return out
 
 
 def _gemm_rs(
@@ -159,7 +147,7 @@ def _gemm_rs(
     kernel: str = "auto",
     barrier: bool = False,
 ) -> Tensor:
-    _scattered_rows(x, tp_size)
+    scattered_rows(x, tp_size)
     pg = group_of(group, tp_size)
     cut = parse(layout)
     shard = _part(weight, cut, pg)
@@ -195,9 +183,12 @@ def _prepare(
     tp_size: int,
     proven: Sequence[Tensor] | None = None,
     whole: Sequence[Tensor] | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     from ..residents import prepare
 
+    if max_tokens is not None:
+        symmetric.expect(group, max_tokens)
     cuts = [ShardLayout.parse(text) for text in layouts]
     pg = group_of(group, tp_size)
     prepare(weights, cuts, names, plan, release, pg, proven or (), whole or ())
@@ -210,25 +201,16 @@ def _agree(
     group: str,
     tp_size: int,
     whole: Sequence[Tensor] | None = None,
+    max_tokens: int | None = None,
 ) -> None:
     from ..residents import prepare
 
+    if max_tokens is not None:
+        symmetric.expect(group, max_tokens)
     prepare([], [], [], plan, False, group_of(group, tp_size), (), whole or ())
 
 
 # --- shapes -----------------------------------------------------------------------------
-
-
-def _all_gather_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
-    return x.new_empty(_gathered_shape(x, tp_size))
-
-
-def _reduce_scatter_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
-    return x.new_empty((_scattered_rows(x, tp_size), *x.shape[1:]))
-
-
-def _all_reduce_fake(x: Tensor, group: str, tp_size: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _ag_gemm_fake(
@@ -243,7 +225,7 @@ def _ag_gemm_fake(
     gathered: bool = False,
     barrier: bool = False,
 ) -> list[Tensor]:
-    rows = _gathered_shape(x, tp_size)
+    rows = gathered_shape(x, tp_size)
     out = [
         x.new_empty((*rows[:-1], _out_features(w, layout, tp_size)), dtype=w.dtype)
         for w, layout in zip(weights, layouts, strict=True)
@@ -269,7 +251,7 @@ def _gemm_rs_fake(
             f"gemm_rs got {x.shape[-1]} input features, layout {cut} over {tp_size} ranks "
             f"leaves {width}"
         )
-    return x.new_empty((_scattered_rows(x, tp_size), *x.shape[1:-1], weight.shape[1 - cut.dim]))
+    return x.new_empty((scattered_rows(x, tp_size), *x.shape[1:-1], weight.shape[1 - cut.dim]))
 
 
 def _local_shard_fake(x: Tensor, layout: str, group: str, tp_size: int) -> Tensor:
@@ -290,6 +272,7 @@ def _prepare_fake(
     tp_size: int,
     proven: Sequence[Tensor] | None = None,
     whole: Sequence[Tensor] | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     return weights[0].new_empty(0, dtype=torch.int8)
 
@@ -300,6 +283,7 @@ def _agree_fake(
     group: str,
     tp_size: int,
     whole: Sequence[Tensor] | None = None,
+    max_tokens: int | None = None,
 ) -> None:
     return None
 
@@ -318,13 +302,6 @@ def _inference_only(name: str) -> Any:
 
 
 _SIGNATURES: dict[str, tuple[str, Any, Any]] = {
-    "all_gather": ("(Tensor x, str group, int tp_size) -> Tensor", _all_gather, _all_gather_fake),
-    "reduce_scatter": (
-        "(Tensor x, str group, int tp_size) -> Tensor",
-        _reduce_scatter,
-        _reduce_scatter_fake,
-    ),
-    "all_reduce": ("(Tensor x, str group, int tp_size) -> Tensor", _all_reduce, _all_reduce_fake),
     "ag_gemm": (
         "(Tensor x, Tensor[] weights, Tensor?[] biases, str[] layouts, Tensor? ready, str group,"
         ' int tp_size, str kernel="auto", bool gathered=False, bool barrier=False)'
@@ -345,27 +322,33 @@ _SIGNATURES: dict[str, tuple[str, Any, Any]] = {
     ),
     "prepare": (
         "(Tensor[] weights, str[] layouts, str[] names, str plan, bool release, str group,"
-        " int tp_size, Tensor[]? proven=None, Tensor[]? whole=None) -> Tensor",
+        " int tp_size, Tensor[]? proven=None, Tensor[]? whole=None, int? max_tokens=None)"
+        " -> Tensor",
         _prepare,
         _prepare_fake,
     ),
 }
 
 # The schema says that it writes to (no) tensors: so neither FX nor Inductor drops the call.
-_AGREE = "(Tensor(a!)[] nothing, str plan, str group, int tp_size, Tensor[]? whole=None) -> ()"
+_AGREE = (
+    "(Tensor(a!)[] nothing, str plan, str group, int tp_size, Tensor[]? whole=None,"
+    " int? max_tokens=None) -> ()"
+)
 _LIB.define("agree" + _AGREE, tags=(torch.Tag.pt2_compliant_tag,))
 _LIB.impl("agree", _agree, "CompositeExplicitAutograd")
 torch.library.register_fake("sp_passes::agree", _agree_fake, lib=_LIB)
 
 _ALL = {
     **_SIGNATURES,
+    **collectives.SIGNATURES,
     **features.SIGNATURES,
     **mlp.SIGNATURES,
     **p2p.SIGNATURES,
     **weight_gather.SIGNATURES,
 }
 for _name, (_schema, _real, _fake) in _ALL.items():
-    _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _free = (torch.Tag.flexible_layout,) if _name in FREE else ()
+    _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, *_free))
     _LIB.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sp_passes::{_name}", _fake, lib=_LIB)
     torch.library.register_autograd(

@@ -8,21 +8,22 @@
               main stream:  all partials here: one kernel adds them in rank order, float32
 
 Few ranks make large chunks, so a chunk is cut into pieces that travel and compute on their
-own, as long as the product of a piece still fills the GPU. Needs peer access only; any
-matrix product works, here ``torch.mm``.
+own, as long as the product of a piece still fills the GPU. Many ranks, or few tokens, make
+chunks whose products read the whole weight for few rows: then one product serves all chunks
+(``at_once``), on one stream. Needs peer access only; any matrix product works, here ``torch.mm``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import unfused
-from .decode import add_in_rank_order, triton_missing
+from . import rank_sum, unfused
 from .kernels import Call, register_kernel
 from .symmetric import Peers, workspace
 
@@ -43,7 +44,8 @@ _CHUNKS = 8
 _BALANCE = 2048
 
 
-def spans(size: int, rows: int, n: int, depth: int, least: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=4096)
+def spans(size: int, rows: int, n: int, depth: int, least: int) -> Sequence[tuple[int, int]]:
     """``(start, stop)`` of the pieces of a chunk of ``rows`` for a product ``n`` wide.
 
     ``depth``: what the product costs for each feature moved; ``least``: elements of a piece.
@@ -53,12 +55,50 @@ def spans(size: int, rows: int, n: int, depth: int, least: int) -> list[tuple[in
     return list(pairwise(edges))
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``x @ weight.T`` into ``out``; ``weight [n, k]``."""
+# What one H200 reached (bench/NOTES.md): bytes/s of memory and of a link, flop/s of a product, and
+# seconds until a product or a copy is at its rate.
+_MEMORY, _LINK, _RATE = 4.3e12, 370e9, 700e12
+_PRODUCT_START, _COPY_START = 5e-6, 3e-6
+_EXCHANGE = 24e-6  # barrier, signals and own copy that nothing hides: two ranks, 256 tokens
+_TILE = 128  # rows; fewer take as long
+
+
+@lru_cache(maxsize=4096)
+def at_once(size: int, rows: int, n: int, k: int, moved: int) -> bool:
+    """Whether one product after (or before) all copies ends sooner than one for each chunk.
+
+    Args:
+        rows: of a chunk, ``n`` and ``k`` of the product, 16-bit elements.
+        moved: features of a row that travel.
+    """
+
+    def product(m: int) -> float:
+        compute = -(-m // _TILE) * _TILE * n * k * 2 / _RATE
+        return _PRODUCT_START + max(n * k * 2 / _MEMORY, compute)
+
+    copy = _COPY_START + rows * moved * 2 / _LINK
+    each = product(rows)
+    for step in range(1, size):
+        each = max(each, step * copy) + product(rows)
+    return _EXCHANGE + (size - 1) * copy + product(size * rows) < each
+
+
+def _product(x: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """``x @ turned``, a weight ``[k, n]``."""
     if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        return torch.mm(x, turned, out=out)
+    return torch.addmm(bias, x, turned, out=out)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``x`` as contiguous rows, itself where it is that."""
+    if x.ndim == 2 and x.is_contiguous():
+        return x
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _cut(rows: Tensor, pieces: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    return [rows] if len(pieces) == 1 else [rows[start:stop] for start, stop in pieces]
 
 
 def gather_products(
@@ -68,37 +108,46 @@ def gather_products(
     out_first: Sequence[bool],
     peers: Peers,
 ) -> tuple[Tensor, list[Tensor]]:
-    """``x [rows, k]`` of every rank times each weight.
+    """``x [rows, k]`` of every rank, contiguous, times each weight.
 
     Returns:
         The buffer with the gathered rows ``[size, rows, k]``, which the next call overwrites
-        (this rank's own slot is not filled), and one ``[size * rows, n]`` for each weight.
+        (this rank's own slot may not be filled), and one ``[size * rows, n]`` for each weight.
     """
     rows, k = x.shape
     size, rank = peers.size, peers.rank
     shape = (size, rows, k)
-    main = torch.cuda.current_stream()
-    columns = [w if first else w.t() for w, first in zip(weights, out_first, strict=True)]
-    widest = max(w.shape[0] for w in columns)
-    pieces = spans(size, rows, widest, sum(w.shape[0] for w in columns), _FULL)
-    peers.side.wait_stream(main)
-    with torch.cuda.stream(peers.side):
-        peers.open()
+    turned = [w.t() if first else w for w, first in zip(weights, out_first, strict=True)]
+    widths = [w.shape[1] for w in turned]
+    pieces = spans(size, rows, max(widths), sum(widths), _FULL)
+    if len(pieces) == 1 and at_once(size, rows, sum(widths), k, k):
+        arrived = peers.exchange(x, shape)
+        full = peers.mine((size * rows, k), x.dtype)
+        return arrived, [_product(full, w, b) for w, b in zip(turned, biases, strict=True)]
+    peers.fork()
+    peers.open()
+    if len(pieces) == 1:
+        peers.send(x, shape)
+    else:
+        mine = _cut(x, pieces)
         for step in range(1, size):
-            for piece, (start, stop) in enumerate(pieces):
-                peers.push(x[start:stop], step, shape, start, piece)
-    arrived = peers.mine(shape, x.dtype)
-    outs = [x.new_empty((size, rows, w.shape[0])) for w in columns]
-    for out, weight, bias in zip(outs, columns, biases, strict=True):
-        _product(x, weight, bias, out[rank])
+            for piece, (start, _) in enumerate(pieces):
+                peers.push(mine[piece], step, shape, start, piece)
+    outs = [x.new_empty((size, rows, n)) for n in widths]
+    jobs = [(w, b, out.unbind(0)) for w, b, out in zip(turned, biases, outs, strict=True)]
+    for w, b, places in jobs:
+        _product(x, w, b, places[rank])
+    slots = peers.chunks(shape, x.dtype)
     for step in range(1, size):
         src = (rank - step) % size
-        for piece, (start, stop) in enumerate(pieces):
+        there = _cut(slots[src], pieces)
+        cuts = [(w, b, _cut(places[src], pieces)) for w, b, places in jobs]
+        for piece in range(len(pieces)):
             peers.wait(src, piece)
-            for out, weight, bias in zip(outs, columns, biases, strict=True):
-                _product(arrived[src, start:stop], weight, bias, out[src, start:stop])
-    main.wait_stream(peers.side)
-    return arrived, [out.flatten(0, 1) for out in outs]
+            for w, b, parts in cuts:
+                _product(there[piece], w, b, parts[piece])
+    peers.merge()
+    return peers.mine(shape, x.dtype), [out.view(size * rows, -1) for out in outs]
 
 
 def product_reduce(
@@ -107,39 +156,29 @@ def product_reduce(
     """``x [size * rows, k]`` times the weight, added over ranks: this rank's ``[rows, n]``."""
     size, rank = peers.size, peers.rank
     rows = x.shape[0] // size
-    columns = weight if out_first else weight.t()
-    chunks = x.view(size, rows, -1)
-    shape = (size, rows, columns.shape[0])
-    pieces = spans(size, rows, columns.shape[0], x.shape[1], 2 * _FULL)
-    main = torch.cuda.current_stream()
-    peers.side.wait_stream(main)
-    with torch.cuda.stream(peers.side):
-        peers.open()
-    partial = x.new_empty((size - 1, *shape[1:]))
+    turned = weight.t() if out_first else weight
+    n, k = turned.shape[1], x.shape[1]
+    shape = (size, rows, n)
+    pieces = spans(size, rows, n, k, 2 * _FULL)
+    peers.fork()
+    peers.open()
+    if len(pieces) == 1 and at_once(size, rows, n, k, n):
+        made = _product(x, turned, None).view(shape)
+        return rank_sum.add(peers.exchange(made, shape, opened=True), bias)
+    chunks = x.view(size, rows, k).unbind(0)
+    partial = x.new_empty((size - 1, rows, n)).unbind(0)
     for step in range(size - 1, 0, -1):
-        chunk, made = chunks[(rank + step) % size], partial[step - 1]
-        for piece, (start, stop) in enumerate(pieces):
-            _product(chunk[start:stop], columns, None, made[start:stop])
-            peers.side.wait_stream(main)
-            with torch.cuda.stream(peers.side):
-                peers.push(made[start:stop], step, shape, start, piece)
-    arrived = peers.mine(shape, x.dtype)
-    _product(chunks[rank], columns, None, arrived[rank])
-    for step in range(size - 1, 0, -1):
-        for piece in range(len(pieces)):
-            peers.wait((rank - step) % size, piece)
-    out = _add(arrived, bias)
-    main.wait_stream(peers.side)
+        chunk = _cut(chunks[(rank + step) % size], pieces)
+        parts = _cut(partial[step - 1], pieces)
+        for piece, (start, _) in enumerate(pieces):
+            _product(chunk[piece], turned, None, parts[piece])
+            peers.fork()
+            peers.push(parts[piece], step, shape, start, piece)
+    _product(chunks[rank], turned, None, peers.chunks(shape, x.dtype)[rank])
+    peers.wait_all(len(pieces))
+    out = rank_sum.add(peers.mine(shape, x.dtype), bias)
+    peers.merge()
     return out
-
-
-def _add(parts: Tensor, bias: Tensor | None) -> Tensor:
-    if triton_missing() is None:
-        return add_in_rank_order(parts, bias)
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return (total if bias is None else total + bias).to(parts.dtype)
 
 
 def copied(arrived: Tensor, own: Tensor, rank: int) -> Tensor:
@@ -166,11 +205,12 @@ def ag_gemm(
         peers = workspace(pg, x.device, nbytes, tp_size * x.shape[0])
     if peers is None:
         return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
-    flat = x.reshape(-1, x.shape[-1])
+    flat = _flat(x)
     arrived, outs = gather_products(flat, weights, biases, out_first, peers)
-    outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
+    if x.ndim != 2:
+        outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
     if not gathered:
-        return [x.new_empty(0), *outs]
+        return [x, *outs]
     return [copied(arrived, flat, peers.rank).view(-1, *x.shape[1:]), *outs]
 
 
@@ -191,9 +231,8 @@ def gemm_rs(
         peers = workspace(pg, x.device, rows * n * x.element_size(), x.shape[0])
     if peers is None:
         return unfused.gemm_rs(x, weight, bias, out_first, pg, tp_size)
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    out = product_reduce(flat, weight, bias, out_first, peers)
-    return out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
+    out = product_reduce(_flat(x), weight, bias, out_first, peers)
+    return out if x.ndim == 2 else out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
 
 
 register_kernel("copy_engine", "ag_gemm", ag_gemm, why_not, -1, may_skip_gathered=True)

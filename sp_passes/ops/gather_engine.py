@@ -8,13 +8,13 @@ main stream:  all parts here: put the features into logical order
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import features
-from .copy_engine import _FULL, _product, spans, why_not
+from .copy_engine import _FULL, _flat, _product, spans, why_not
 from .kernels import register_kernel
 from .symmetric import Peers, workspace
 
@@ -28,31 +28,43 @@ def product_gather(
     peers: Peers,
 ) -> Tensor:
     """``x [rows, k]`` times own output features, then everyone's: ``[rows, n]``."""
-    size, rank, rows = peers.size, peers.rank, x.shape[0]
-    columns = weight if out_first else weight.t()
-    shape = (size, rows, columns.shape[0])
-    pieces = spans(size, rows, columns.shape[0], x.shape[1] // size, _FULL)
-    main = torch.cuda.current_stream()
-    peers.side.wait_stream(main)
-    with torch.cuda.stream(peers.side):
-        peers.open()
-    mine = x.new_empty(shape[1:])
-    for piece, (start, stop) in enumerate(pieces):
-        _product(x[start:stop], columns, bias, mine[start:stop])
-        peers.side.wait_stream(main)
-        with torch.cuda.stream(peers.side):
-            for step in range(1, size):
-                peers.push(mine[start:stop], step, shape, start, piece)
-    arrived = peers.mine(shape, x.dtype)
-    arrived[rank].copy_(mine)
-    for step in range(1, size):
-        for piece in range(len(pieces)):
-            peers.wait((rank - step) % size, piece)
+    size, rows = peers.size, x.shape[0]
+    turned = weight.t() if out_first else weight
+    shape = (size, rows, turned.shape[1])
+    pieces = spans(size, rows, shape[2], x.shape[1] // size, _FULL)
+    peers.fork()
+    peers.open()
+    if len(pieces) == 1:
+        arrived = peers.exchange(_product(x, turned, bias), shape, opened=True)
+    else:
+        arrived = _overlapped(x, turned, bias, shape, pieces, peers)
     out = features.restore(arrived, segments, size)
     if out.untyped_storage().data_ptr() == arrived.untyped_storage().data_ptr():
         out = out.clone()  # the buffer belongs to the next call
-    main.wait_stream(peers.side)
     return out
+
+
+def _overlapped(
+    x: Tensor,
+    turned: Tensor,
+    bias: Tensor | None,
+    shape: tuple[int, int, int],
+    pieces: Sequence[tuple[int, int]],
+    peers: Peers,
+) -> Tensor:
+    """Every rank's ``[rows, n]``, each piece on its way while the next one computes."""
+    size, rank = peers.size, peers.rank
+    mine = x.new_empty(shape[1:])
+    for piece, (start, stop) in enumerate(pieces):
+        _product(x[start:stop], turned, bias, mine[start:stop])
+        peers.fork()
+        for step in range(1, size):
+            peers.push(mine[start:stop], step, shape, start, piece)
+    arrived = peers.mine(shape, x.dtype)
+    arrived[rank].copy_(mine)
+    peers.wait_all(len(pieces))
+    peers.merge()
+    return arrived
 
 
 def gemm_gather(
@@ -73,9 +85,8 @@ def gemm_gather(
         peers = workspace(pg, x.device, nbytes, x.shape[0])
     if peers is None:
         return features.gemm_gather(x, weight, bias, out_first, segments, pg, tp_size)
-    flat = x.reshape(-1, x.shape[-1])
-    out = product_gather(flat, weight, bias, out_first, segments, peers)
-    return out.view(*x.shape[:-1], sum(segments))
+    out = product_gather(_flat(x), weight, bias, out_first, segments, peers)
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], sum(segments))
 
 
 register_kernel("copy_engine", "gemm_gather", gemm_gather, why_not, preference=-1)

@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SPError
 from . import tuned, unfused
 
-OPS = ("ag_gemm", "gemm_rs", "gemm_gather")
+OPS = ("ag_gemm", "gemm_rs", "gemm_gather", "all_gather", "reduce_scatter")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What the choice of a kernel may depend on; equal on every rank.
 
     ``tokens`` are global rows (``tp_size`` times the local ones), ``n`` output features
-    and ``k`` input features of this rank's weights (``n`` summed over several weights).
+    and ``k`` input features of this rank's weights (``n`` summed over several weights). A
+    collective alone has no weight: ``n`` are the features of a row, ``k`` is 0.
     """
 
     op: str
@@ -118,3 +118,5 @@ def choose(call: Call, requested: str) -> Kernel:
 
 register_kernel("unfused", "ag_gemm", unfused.ag_gemm)
 register_kernel("unfused", "gemm_rs", unfused.gemm_rs, adds_rows=True)
+register_kernel("unfused", "all_gather", unfused.all_gather)
+register_kernel("unfused", "reduce_scatter", unfused.reduce_scatter)

@@ -16,12 +16,14 @@ way uses a workspace of another op, so no barrier keeps it apart from its neighb
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import _private
 from ..errors import ShardingError, SPError
 from ..layout import Layout, LocalPart, ShardLayout, parse
 from . import decode, one_shot, tuned, unfused
@@ -159,7 +161,9 @@ def _one_shot(x: Tensor, w2: Tensor, pg: Any, tp_size: int) -> one_shot.OneShot 
             f"symmetric memory; run one step of at most {DECODE_TOKENS} tokens before capturing"
         )
     try:
-        shot = one_shot.for_group(pg, x.device, DECODE_TOKENS // tp_size, k, n, inner)
+        rows = DECODE_TOKENS // tp_size
+        make = partial(one_shot.for_group, pg, x.device, rows, k, n, inner)
+        shot = _private.outside_graph_pools(x.device, make)
     except (RuntimeError, SPError) as err:
         reason = str(err).splitlines()[0]
         log.warning("no symmetric memory for group %s: %s", pg.group_name, reason)

@@ -25,13 +25,13 @@ BLOCK = 1024
 ITEMSIZE = 2
 
 
-def _flag_bytes(size: int) -> int:
+def flag_bytes(size: int) -> int:
     return -(-PROGRAMS * size * 4 // 1024) * 1024
 
 
 def buffer_bytes(size: int, rows: int, k: int, n: int) -> int:
     """Bytes a rank for calls of up to ``rows`` own tokens."""
-    return 2 * _flag_bytes(size) + size * rows * (k + n) * ITEMSIZE
+    return 2 * flag_bytes(size) + size * rows * (k + n) * ITEMSIZE
 
 
 class OneShot:
@@ -49,9 +49,9 @@ class OneShot:
         self.rows, self.k, self.n = rows, k, n
         self.lanes = 1 << (self.size - 1).bit_length()
         self.buffer = mine
-        flags = 2 * _flag_bytes(self.size)
+        flags = 2 * flag_bytes(self.size)
         gathered = self.size * rows * k * ITEMSIZE
-        half = _flag_bytes(self.size)
+        half = flag_bytes(self.size)
         self._start = flags
         self._gather = self._table(bases, (0, flags, flags + gathered))
         self._add = self._table(bases, (half, flags, flags + gathered))
@@ -84,8 +84,8 @@ class OneShot:
         rows, k = x.shape
         self._fits(rows, k, self.k)
         code.push_rows[(PROGRAMS,)](
-            x, self._gather, self._calls[0], x.numel(), rows * k, self.rank,
-            SIZE=self.size, LANES=self.lanes, BLOCK=BLOCK,
+            x, x, self._gather, self._calls[0], x.numel(), rows * k, 0, self.rank,
+            COPY=False, SIZE=self.size, LANES=self.lanes, BLOCK=BLOCK,
         )  # fmt: skip
         count = self.size * rows * k * ITEMSIZE
         flat = self.buffer[self._start : self._start + count].view(x.dtype)
@@ -100,7 +100,7 @@ class OneShot:
         out = parts.new_empty((rows, n))
         code.push_add[(PROGRAMS,)](
             parts, parts if bias is None else bias, out, self._add, self._calls[1],
-            out.numel(), n, rows * n, self.rank,
+            out.numel(), n, rows * n, 0, self.rank,
             HAS_BIAS=bias is not None, SIZE=self.size, LANES=self.lanes, BLOCK=BLOCK,
         )  # fmt: skip
         return out
@@ -122,19 +122,29 @@ def for_group(pg: Any, device: torch.device, rows: int, k: int, n: int, inner: i
     Args:
         rows: most tokens that one rank owns in a decode step.
     """
+    bases, buffer = shared(pg, device, buffer_bytes(pg.size(), rows, k, n))
+    return OneShot(bases, buffer, pg.rank(), rows, k, n, inner)
+
+
+def shared(pg: Any, device: torch.device, nbytes: int) -> tuple[list[int], Tensor]:
+    """Zeroed symmetric memory: every rank's address of it, and this rank's. Collective.
+
+    Raises:
+        SPError: inside a CUDA graph capture.
+        RuntimeError: the ranks cannot reach each other's memory.
+    """
     if torch.cuda.is_current_stream_capturing():
         raise SPError(
             "symmetric memory cannot be allocated inside a CUDA graph capture; make the "
             "buffers before"
         )
-    nbytes = buffer_bytes(pg.size(), rows, k, n)
     buffer = _private._get(_MODULE, "empty")(nbytes, dtype=torch.uint8, device=device)
     handle = _private._get(_MODULE, "rendezvous")(buffer, pg.group_name)
     buffer.zero_()
     torch.cuda.synchronize(device)
     handle.barrier()
     torch.cuda.synchronize(device)
-    return OneShot(list(handle.buffer_ptrs), buffer, pg.rank(), rows, k, n, inner)
+    return list(handle.buffer_ptrs), buffer
 
 
 def loop_back(device: torch.device, size: int, rows: int, k: int, n: int, inner: int) -> OneShot:

@@ -10,12 +10,28 @@ wrapping does not matter) and live on the device, so captured graphs replay.
 ``table [3, SIZE]`` int64 holds, for each peer, the addresses of its flags, its slots for
 gathered rows and its slots for addends. A slot belongs to the rank that writes it. LANES is
 SIZE rounded up to a power of two.
+
+``half`` is the distance in elements between two sets of slots that calls use in turn, by their
+number; 0 where there is one set, and calls of another kind keep them apart.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _turn(calls, half):
+    """Where the slots of the call begin that is about to start."""
+    return ((tl.load(calls + tl.program_id(0)) + 1) & 1) * half
+
+
+@triton.jit
+def _slots(table, at, turn, dtype: tl.constexpr):
+    """The slots whose address is in ``table[at]``; 16-byte stores, as all slots are aligned."""
+    base = tl.multiple_of(tl.load(table + at).to(tl.pointer_type(dtype)), 16)
+    return base + turn
 
 
 @triton.jit
@@ -39,37 +55,50 @@ def _meet(table, calls, RANK, SIZE: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def push_rows(
-    x, table, calls, n, stride, RANK, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+    x, out, table, calls, n, stride, half, RANK,
+    COPY: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``x [n]`` into this rank's slot of every rank; returns when all slots are here."""
-    dtype = x.dtype.element_ty
+    """``x [n]`` into this rank's slot of every rank; returns when all slots are here.
+
+    COPY: and ``out [SIZE, n]`` holds them.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    turn = _turn(calls, half)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < n)
         for peer in tl.static_range(SIZE):
-            slots = tl.load(table + SIZE + peer).to(tl.pointer_type(dtype))
+            slots = _slots(table, SIZE + peer, turn, dtype)
             tl.store(slots + RANK * stride + at, value, mask=at < n)
     _meet(table, calls, RANK, SIZE, LANES)
+    if COPY:
+        slots = _slots(table, SIZE + RANK, turn, dtype)
+        for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            for source in tl.static_range(SIZE):
+                value = tl.load(slots + source * stride + at, mask=at < n)
+                tl.store(out + source * n + at, value, mask=at < n)
 
 
 @triton.jit
 def push_add(
-    parts, bias, out, table, calls, n, cols, stride, RANK,
+    parts, bias, out, table, calls, n, cols, stride, half, RANK,
     HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``parts [SIZE, n]`` to their owners; ``out [n]`` is the sum of all ranks' addends.
 
     Added in rank order in float32, the bias last, rounded once.
     """
-    dtype = parts.dtype.element_ty
+    dtype: tl.constexpr = parts.dtype.element_ty
+    turn = _turn(calls, half)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
             value = tl.load(parts + peer * n + at, mask=at < n)
-            slots = tl.load(table + 2 * SIZE + peer).to(tl.pointer_type(dtype))
+            slots = _slots(table, 2 * SIZE + peer, turn, dtype)
             tl.store(slots + RANK * stride + at, value, mask=at < n)
     _meet(table, calls, RANK, SIZE, LANES)
-    slots = tl.load(table + 2 * SIZE + RANK).to(tl.pointer_type(dtype))
+    slots = _slots(table, 2 * SIZE + RANK, turn, dtype)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,12 @@ from torch import Tensor
 from .. import _private
 from ..errors import SPError
 from . import mailbox
+from .driver import Driver
+from .lanes import Lanes, words
 from .mailbox import MOST_PIECES, Mailbox
+from .peers import Peers as Peers
+from .peers import SignalPeers as SignalPeers
+from .peers import Streams as Streams
 
 log = logging.getLogger("sp_passes")
 
@@ -37,83 +41,12 @@ _SHARED_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _MODULE = "torch.distributed._symmetric_memory"
 
 
-class Peers(Protocol):
-    """What the copy-engine kernels need of the other ranks; ``step`` counts from 1."""
-
-    rank: int
-    size: int
-    side: torch.cuda.Stream
-
-    def open(self) -> None:
-        """On the side stream: wait until every peer's buffer is free."""
-
-    def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's buffer, ``shape[0] == size`` slots, one for each source rank."""
-
-    def push(self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int) -> None:
-        """On the current stream: ``rows`` into slot ``rank`` of the peer, from row ``start``.
-
-        Then signal it that this ``piece`` is there.
-        """
-
-    def wait(self, src: int, piece: int) -> None:
-        """On the current stream: wait until that piece of slot ``src`` is there."""
-
-
-class SignalPeers(Peers, Protocol):
-    """What the Triton kernels need beside that: signals that a kernel can wait for."""
-
-    programs: int
-    mailbox: Mailbox
-
-    def deliver(
-        self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int
-    ) -> None:
-        """As ``push``, with a signal of the mailbox."""
-
-    def beside(self, main: Any) -> AbstractContextManager[None]:
-        """The side stream as the current one, behind ``main`` where that is given."""
-
-    def mark(self) -> Any:
-        """On the current stream: what :meth:`behind` waits for."""
-
-    def behind(self, mark: Any, main: Any) -> None:
-        """``main`` goes on once the mark is reached."""
-
-    def join(self, main: Any) -> None:
-        """``main`` waits for the side stream."""
-
-
-class Streams:
-    """A stream beside the current one; without CUDA all runs in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def beside(self, main: Any) -> Iterator[None]:
-        if self.side is None:
-            yield
-            return
-        if main is not None:
-            self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            yield
-
-    def mark(self) -> Any:
-        return None if self.side is None else torch.cuda.current_stream().record_event()
-
-    def behind(self, mark: Any, main: Any) -> None:
-        if mark is not None:
-            main.wait_event(mark)
-
-    def join(self, main: Any) -> None:
-        if self.side is not None:
-            main.wait_stream(self.side)
-
-
 class SymmetricPeers(Streams):
-    """:class:`SignalPeers` over torch symmetric memory. Made by all ranks together."""
+    """:class:`SignalPeers` over torch symmetric memory. Made by all ranks together.
+
+    Rows and signals are moved by driver calls (``lanes``), or, where some rank cannot make
+    those, by PyTorch's copies and its signal kernels; all ranks do the same.
+    """
 
     def __init__(self, pg: Any, device: torch.device, nbytes: int) -> None:
         self.rank, self.size = pg.rank(), pg.size()
@@ -124,7 +57,8 @@ class SymmetricPeers(Streams):
             self.programs -= 4  # copies within a device run on its multiprocessors
         empty = _private._get(_MODULE, "empty")
         flags = mailbox.nbytes(self.size)
-        self.buffer = empty(self.nbytes + flags, dtype=torch.uint8, device=device)
+        spare = -(-words(self.size) * 4 // 1024) * 1024
+        self.buffer = empty(self.nbytes + flags + spare, dtype=torch.uint8, device=device)
         self.handle = _private._get(_MODULE, "rendezvous")(self.buffer, pg.group_name)
         self._require_signals()
         count, at = flags // 4, self.nbytes // 4
@@ -134,9 +68,14 @@ class SymmetricPeers(Streams):
         ]
         boxes[self.rank].zero_()
         self.mailbox = Mailbox(boxes[self.rank], [box[self.rank] for box in boxes])
-        torch.cuda.synchronize(device)
-        self.handle.barrier(channel=_BARRIER)
-        torch.cuda.synchronize(device)
+        self._words = [
+            self.handle.get_buffer(peer, (words(self.size),), torch.int32, at + count)
+            for peer in range(self.size)
+        ]
+        self._words[self.rank].zero_()
+        self._meet()
+        self.no_lanes = ""
+        self.lanes = self._agreed(device)
 
     def _require_signals(self) -> None:
         """Each channel takes a 32-bit word of the pad for every rank."""
@@ -148,33 +87,139 @@ class SymmetricPeers(Streams):
                 "_symmetric_memory.set_signal_pad_size before the first use"
             )
 
-    def open(self) -> None:
+    def _meet(self) -> None:
+        """All of every rank's work so far is done."""
+        torch.cuda.synchronize()
         self.handle.barrier(channel=_BARRIER)
+        torch.cuda.synchronize()
 
-    def mine(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.handle.get_buffer(self.rank, shape, dtype)
+    def _agreed(self, device: torch.device) -> Lanes | None:
+        """Driver calls if every rank's words reach every other; tried without waiting for any."""
+        own, made, why = self._words[self.rank], None, "a peer's word did not arrive"
+        try:
+            made = self._lanes(device)
+            made.try_words()
+        except (SPError, RuntimeError, AttributeError, TypeError) as err:  # of other bindings too
+            made, why = None, str(err).splitlines()[0]
+        self._meet()
+        heard = own[: self.size].tolist()
+        heard[self.rank] = 1
+        own[-1] = -1 if made is None else int(all(heard))
+        self._meet()
+        everyone = [int(box[-1]) for box in self._words]
+        self._meet()
+        own.zero_()
+        self._meet()
+        if min(everyone) == 1:
+            return made
+        rank = everyone.index(min(everyone))
+        self.no_lanes = why if rank == self.rank else f"rank {rank} needs them"
+        log.warning(
+            "rows and signals between ranks take PyTorch's copies and signal kernels, at a higher "
+            "cost for the host: %s", self.no_lanes,
+        )  # fmt: skip
+        return None
+
+    def _lanes(self, device: torch.device) -> Lanes:
+        at = [self.handle.get_buffer(p, (1,), torch.uint8).data_ptr() for p in range(self.size)]
+        flags = [box.data_ptr() for box in self._words]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        main = partial(_private.raw_stream_getter(), index)
+        side, capturing = self.side.cuda_stream, torch.cuda.is_current_stream_capturing
+        return Lanes(Driver(), self.rank, at, flags, side, main, capturing=capturing)
+
+    def open(self) -> None:
+        if self.lanes is not None:
+            self.lanes.open()
+            return
+        with self.beside():
+            self.handle.barrier(channel=_BARRIER)
+
+    def meet(self) -> None:
+        if self.lanes is not None:
+            self.lanes.meet()
+        else:
+            self.handle.barrier(channel=_BARRIER)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made: Tensor = self.handle.get_buffer(self.rank, shape, dtype)
+        return made
 
     def push(self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int) -> None:
         peer = (self.rank + step) % self.size
-        slot = self.handle.get_buffer(peer, shape, rows.dtype)[self.rank]
-        slot[start : start + rows.shape[0]].copy_(rows)
-        self.handle.put_signal(peer, channel=_DATA + piece)
+        self._put(rows, peer, shape, start)
+        if self.lanes is not None:
+            self.lanes.signal(peer, piece)
+            return
+        with self.beside():
+            self.handle.put_signal(peer, channel=_DATA + piece)
 
     def deliver(
         self, rows: Tensor, step: int, shape: tuple[int, ...], start: int, piece: int
     ) -> None:
         peer = (self.rank + step) % self.size
-        slot = self.handle.get_buffer(peer, shape, rows.dtype)[self.rank]
-        slot[start : start + rows.shape[0]].copy_(rows)
-        self.mailbox.signal(peer, piece)
+        self._put(rows, peer, shape, start)
+        if self.lanes is not None:
+            self.lanes.calls.copy(*self.mailbox.addresses(peer, piece), 4, self.lanes.side)
+            return
+        with self.beside():
+            self.mailbox.signal(peer, piece)
+
+    def _put(self, rows: Tensor, peer: int, shape: tuple[int, ...], start: int) -> None:
+        """On the side stream: into slot ``rank`` of the peer."""
+        if self.lanes is not None and rows.is_contiguous():
+            each = rows.element_size()
+            offset = (self.rank * shape[1] + start) * shape[2] * each
+            self.lanes.put(peer, offset, rows.data_ptr(), rows.numel() * each)
+            return
+        with self.beside():
+            slot = self.handle.get_buffer(peer, shape, rows.dtype)[self.rank]
+            slot[start : start + rows.shape[0]].copy_(rows)
 
     def wait(self, src: int, piece: int) -> None:
-        self.handle.wait_signal(src, channel=_DATA + piece)
+        if self.lanes is not None:
+            self.lanes.wait(src, piece)
+        else:
+            self.handle.wait_signal(src, channel=_DATA + piece)
+
+    def wait_all(self, pieces: int) -> None:
+        if self.lanes is not None:
+            self.lanes.wait_all(pieces)
+            return
+        for step in range(1, self.size):
+            for piece in range(pieces):
+                self.wait((self.rank - step) % self.size, piece)
+
+    def send(self, rows: Tensor, shape: tuple[int, ...]) -> None:
+        if self.lanes is not None:
+            nbytes = shape[1] * shape[2] * rows.element_size()
+            self.lanes.send(rows.data_ptr(), nbytes if rows.ndim == 3 else 0, nbytes)
+            return
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            self.push(rows[peer] if rows.ndim == 3 else rows, step, shape, 0, 0)
+
+    def exchange(self, rows: Tensor, shape: tuple[int, ...], opened: bool = False) -> Tensor:
+        arrived = self.mine(shape, rows.dtype)
+        if self.lanes is not None:
+            nbytes, source = shape[1] * shape[2] * rows.element_size(), rows.data_ptr()
+            stride = nbytes if rows.ndim == 3 else 0
+            run = self.lanes.swap if opened else self.lanes.exchange
+            run(source, stride, source + self.rank * stride, nbytes)
+            return arrived
+        self.fork()
+        if not opened:
+            self.open()
+        self.send(rows, shape)
+        arrived[self.rank].copy_(rows[self.rank] if rows.ndim == 3 else rows)
+        self.wait_all(1)
+        self.merge()
+        return arrived
 
 
-# By group name, with the group: a later group may have the name of one that is gone.
-_workspaces: dict[str, tuple[Any, SymmetricPeers]] = {}
-_kept: list[SymmetricPeers] = []
+# By group name and kind, with the group: a later group may have the name of one that is gone.
+_workspaces: dict[tuple[str, Any], tuple[Any, Any]] = {}
+_kept: list[Any] = []
 _unusable: dict[str, str] = {}
 _most_tokens: dict[str, int] = {}
 
@@ -189,17 +234,18 @@ def expect(group_name: str, max_tokens: int) -> None:
 
 
 def workspace(
-    pg: Any, device: torch.device, nbytes: int, tokens: int | None = None
-) -> SymmetricPeers | None:
+    pg: Any, device: torch.device, nbytes: int, tokens: int | None = None, make: Any = None
+) -> Any:
     """The group's workspace with at least ``nbytes`` a rank; None where there is none.
 
     ``tokens``: global rows that the ``nbytes`` are for, to make room for ``max_tokens`` at once.
+    ``make``: makes another kind of workspace than :class:`SymmetricPeers`, from the same arguments.
 
     Raises:
         SPError: it would have to be allocated inside a CUDA graph capture.
     """
     name = pg.group_name
-    owner, found = _workspaces.get(name, (None, None))
+    owner, found = _workspaces.get((name, make), (None, None))
     if owner is not pg:
         found = None
     if found is not None and found.nbytes >= nbytes:
@@ -216,7 +262,7 @@ def workspace(
     if tokens:
         nbytes = -(-nbytes * max(tokens, _most_tokens.get(name, 0)) // tokens)
     try:
-        made = SymmetricPeers(pg, device, nbytes)
+        made = _made(make or SymmetricPeers, pg, device, nbytes)
     except (RuntimeError, SPError) as err:
         _unusable[name] = str(err).splitlines()[0]
         log.warning(
@@ -225,8 +271,20 @@ def workspace(
         return None
     if found is not None:
         _kept.append(found)
-    _workspaces[name] = (pg, made)
+    _workspaces[name, make] = (pg, made)
     return made
+
+
+def _made(make: Any, pg: Any, device: torch.device, nbytes: int) -> Any:
+    """Made for good, whatever mode or warm-up of a graph the first call is in."""
+
+    def run() -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return make(pg, device, nbytes)
+
+    if not torch.cuda.is_available():
+        return run()
+    return _private.outside_graph_pools(device, run)
 
 
 def reserve(pg: Any, max_tokens: int, features: int, dtype: torch.dtype) -> bool:

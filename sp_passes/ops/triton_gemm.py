@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AG-GEMM as one Triton kernel, whose tiles wait for the rows that they read.
 
-    side stream:  barrier, push my rows to the next ranks piece by piece, signal each
-    main stream:  after the barrier one product over all rows, own rows first
+    main stream:  barrier, then one product over all rows, own rows first
+    side stream:  after the barrier push my rows to the next ranks piece by piece, signal each
 
 Against ``copy_engine`` the product is not cut, so medium token counts keep its efficiency.
 Needs Hopper or later (tensor descriptors) and 16-byte rows; else that one runs.
@@ -132,16 +132,13 @@ def gather_products(
     rows, k = x.shape
     size, rank = peers.size, peers.rank
     shape, pieces = (size, rows, k), pieces_of(rows)
-    main = torch.cuda.current_stream() if x.is_cuda else None
-    with peers.beside(main):
-        peers.open()
-        peers.mailbox.number(pieces)
-        opened = peers.mark()
-        for step in range(1, size):
-            for piece in range(pieces):
-                low = piece * rows // pieces
-                peers.deliver(x[low : low + rows // pieces], step, shape, low, piece)
-    peers.behind(opened, main)
+    peers.meet()
+    peers.mailbox.number(pieces)
+    peers.fork()
+    for step in range(1, size):
+        for piece in range(pieces):
+            low = piece * rows // pieces
+            peers.deliver(x[low : low + rows // pieces], step, shape, low, piece)
     arrived = peers.mine(shape, x.dtype)
     outs = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -150,7 +147,7 @@ def gather_products(
         tiles = _tiles(rows, pieces, n, k, size, peers.programs)
         launch_ag(x, arrived, weight, bias, out_first[i], out, rank, pieces, tiles, peers)
         outs.append(out)
-    peers.join(main)
+    peers.merge()
     return arrived, outs
 
 

@@ -170,10 +170,3 @@ def ag_gemm(
             (src + 1) * rows, K, N,
             BM, BN, EXTRA, BK, KN, TMA, HAS_BIAS,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["pieces"])
-def next_call(numbers, pieces):
-    """One more call with pieces 0 to ``pieces - 1``."""
-    for piece in range(pieces):
-        tl.store(numbers + piece, tl.load(numbers + piece) + 1)

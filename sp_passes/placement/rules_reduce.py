@@ -115,7 +115,8 @@ register("sum nansum", _reduction(linear=True, sums=True))
 register("mean", _reduction(linear=True))
 register(
     "amax amin max min prod any all var std var_mean std_mean argmax argmin logsumexp "
-    "linalg_vector_norm norm count_nonzero prims::var prims::sum aminmax",
+    "linalg_vector_norm norm count_nonzero prims::var prims::sum aminmax "
+    "prims::prepare_softmax_online",
     _reduction(linear=False),
 )
 register("cumsum", _scan(linear=True))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api, residents
+from .._private import constant_floats
 from ..errors import SPError
 from ..proof import agree, all_well, prove
 from ..report import Decision, Report, format_bytes, merge
@@ -221,7 +222,7 @@ def shard(session: Session, found: Candidate, tokens: str) -> Report:
     for name, parameter in found.module.named_parameters():
         residents.remember_name(parameter, found.weights[name])
     first = next(found.module.parameters())
-    with torch.inference_mode():
+    with torch.inference_mode(), constant_floats():
         for rows in WARM_ROWS:
             compiled(torch.zeros(rows, found.width, dtype=first.dtype, device=first.device))
     _private.mark_sharded(found.module)

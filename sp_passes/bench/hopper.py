@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one-launch kernels of ``ops.hopper`` in one process: results, and the product's speed.
+
+    python -m sp_passes.bench.hopper --out FILE [--parts check,product,loop] [--widths]
+
+``check``: as rank 0 of 1 to 8 whose pushes come back to itself, against float64. ``product``:
+every signal set from the start, against ``torch.mm``; ``--widths`` times every tile width, not
+only the one that would be chosen. ``loop``: pushes included, with memory as the link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import hopper
+from .timing import host_us, relative_error, replay_us, versions
+
+Row = dict[str, Any]
+# (n, k) of one rank of Kimi-K3 at TP8: KDA, MLA, shared experts, q_a + kv_a; and their way back.
+AG_SHAPES = ((6288, 7168), (3648, 7168), (1536, 7168), (2112, 7168))
+RS_SHAPES = ((7168, 768), (7168, 1536))
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+DEVICE = torch.device("cuda", 0)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+# --- results ----------------------------------------------------------------------------
+
+
+def check_ag(
+    size: int, rows: int, ns: Sequence[int], k: int, width: int | None, **more: Any
+) -> Row:
+    """Slots of the other ranks hold this rank's rows once it has pushed them."""
+    dtype = more.get("dtype", torch.bfloat16)
+    peers = hopper.loop_back(DEVICE, size, rows, k)
+    weights = [draw(n, k, dtype=dtype) / k**0.5 for n in ns]
+    biases = [draw(n, dtype=dtype) if more.get("bias") else None for n in ns]
+    error, same = 0.0, True
+    for _ in range(5):
+        x = draw(rows, k, dtype=dtype)
+        if rows > 2:
+            x[1, 3] = float("nan")
+        outs = hopper.gather_products(x, weights, biases, peers, width)
+        for out, weight, bias in zip(outs, weights, biases, strict=True):
+            ref = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+            chunks = out.view(size, rows, -1)
+            same &= all(torch.equal(c[2:], chunks[0][2:]) for c in chunks)
+            same &= rows <= 2 or bool(
+                chunks[:, 1].isnan().all() and not chunks[:, 2:].isnan().any()
+            )
+            chunks[:, 1:2] = ref[1:2].to(dtype)
+            keep = [i for i in range(rows) if i != 1 or rows <= 2]
+            error = max(error, relative_error(chunks[-1][keep], ref[keep]))
+    counters = peers.kept[2 * peers.half_bytes :].view(torch.int32)
+    clean = not bool(counters.any()) and peers.control[:2].tolist() == [5, 0]
+    return {"op": "ag", "size": size, "rows": rows, "ns": list(ns), "k": k, "width": width,
+            "error": error, "same": same, "clean": clean}  # fmt: skip
+
+
+def check_rs(size: int, rows: int, n: int, k: int, width: int | None, bias: int = 0) -> Row:
+    """What is stored for peer p comes back as the part of rank p."""
+    peers = hopper.loop_back(DEVICE, size, rows, n)
+    weight, error = draw(n, k) / k**0.5, 0.0
+    vector = (None, draw(n), draw(rows, n))[bias]
+    for _ in range(5):
+        x = draw(size * rows, k)
+        out = hopper.product_reduce(x, weight, vector, peers, width)
+        ref = (x.view(size, rows, k).double() @ weight.double().t()).sum(0)
+        error = max(error, relative_error(out, ref + (0 if vector is None else vector.double())))
+    counters = peers.kept[2 * peers.half_bytes :].view(torch.int32)
+    clean = not bool(counters.any()) and peers.control[:2].tolist() == [5, 0]
+    return {"op": "rs", "size": size, "rows": rows, "n": n, "k": k, "width": width,
+            "error": error, "same": True, "clean": clean}  # fmt: skip
+
+
+def check() -> list[Row]:
+    half = {"dtype": torch.float16}
+    cases: list[Callable[[], Row]] = [
+        lambda: check_ag(1, 128, [256], 64, 256),
+        lambda: check_ag(1, 256, [256], 512, 256),
+        lambda: check_ag(1, 1000, [2112], 7168, None),
+        *(lambda w=w: check_ag(2, 300, [1544], 712, w) for w in hopper.WIDTHS),
+        lambda: check_ag(8, 1, [1536], 7168, None),
+        lambda: check_ag(8, 7, [1536, 64, 8], 7168, None, bias=True),
+        lambda: check_ag(4, 513, [640, 136], 1032, 192, bias=True),
+        lambda: check_ag(8, 1024, [3648], 7168, None),
+        lambda: check_ag(2, 260, [1536], 768, None, **half),
+        *(lambda w=w: check_rs(2, 300, 1544, 712, w) for w in hopper.WIDTHS_BACK),
+        lambda: check_rs(2, 1300, 1544, 712, None),
+        lambda: check_rs(3, 1100, 264, 712, 128),
+        lambda: check_rs(8, 1, 7168, 768, None),
+        lambda: check_rs(8, 7, 7168, 768, None, 1),
+        lambda: check_rs(4, 513, 1032, 1536, 192, 2),
+        lambda: check_rs(8, 1024, 7168, 768, None),
+    ]  # fmt: skip
+    rows = []
+    for case in cases:
+        rows.append(case())
+        row = rows[-1]
+        row["passed"] = bool(row["error"] < 1e-2 and row["same"] and row["clean"])
+        print(row if not row["passed"] else f"ok {row['op']} {row['error']:.1e}", flush=True)
+    return rows
+
+
+# --- speed ------------------------------------------------------------------------------
+
+
+def set_from_the_start(peers: hopper.Peers, slots: Tensor) -> None:
+    """Random rows in both halves, and counters that let everybody through."""
+    half = peers.half_bytes // 2
+    peers.mine.view(torch.bfloat16)[: slots.numel()] = slots.flatten()
+    peers.mine.view(torch.bfloat16)[half : half + slots.numel()] = slots.flatten()
+    peers.kept[2 * peers.half_bytes :].view(torch.int32).fill_(1 << 30)
+    peers.rehearse = 1
+
+
+Cut = tuple[int | None, int]  # columns of a tile, rows of tiles at a time
+
+
+def product_row(op: str, n: int, k: int, m: int, cuts: Sequence[Cut]) -> Row:
+    """µs of the product with signals set, and of ``torch.mm`` before and after it."""
+    size, rows = 8, m // 8
+    peers = hopper.loop_back(DEVICE, size, rows, k if op == "ag" else n)
+    weight, x = draw(n, k) / k**0.5, draw(m, k)
+    set_from_the_start(peers, x if op == "ag" else draw(m, n))
+
+    def call(width: int | None, group: int) -> Callable[[], Any]:
+        if op == "ag":
+            return lambda: hopper.gather_products(x[:rows], [weight], [None], peers, width, group)
+        return lambda: hopper.product_reduce(x, weight, None, peers, width, group)
+
+    mm = lambda: x @ weight.t()  # noqa: E731
+    usual = (None, 8 if op == "ag" else 4)
+    before = replay_us([mm] * 4, 10)
+    chosen = replay_us([call(*usual)] * 4, 10)
+    us = {cut: replay_us([call(*cut)] * 4, 10) for cut in cuts}
+    both = (before + replay_us([mm] * 4, 10)) / 2
+    if op == "ag":
+        (out,) = call(*usual)()
+        assert relative_error(out, x.double() @ weight.double().t()) < 1e-2
+    tall = size * -(-rows // hopper.BM)
+    return {
+        "op": op, "n": n, "k": k, "tokens": m, "mm_us": round(both, 1), "us": round(chosen, 1),
+        "width": hopper.width_for(size, rows, (n,), k, peers.programs) if op == "ag"
+        else hopper.width_back(tall, n, peers.programs),
+        "cuts": {f"{width}, {group}": round(t, 1) for (width, group), t in us.items()},
+        "ratio": round(both / chosen, 3), "best": round(both / min(chosen, *us.values()), 3)
+        if us else None,
+    }  # fmt: skip
+
+
+def product(every: bool, ops: Sequence[str]) -> list[Row]:
+    rows = []
+    for op in ops:
+        widths = hopper.WIDTHS if op == "ag" else hopper.WIDTHS_BACK
+        for n, k in AG_SHAPES if op == "ag" else RS_SHAPES:
+            for m in TOKENS:
+                cuts = [(w, 8 if op == "ag" else 4) for w in widths if m <= 4096 or w >= 144]
+                more = [(None, group) for group in (2, 4, 8, 12, 16) if m >= 4096]
+                rows.append(product_row(op, n, k, m, [*cuts, *more] if every else []))
+                print(rows[-1], flush=True)
+                torch.cuda.empty_cache()
+    return rows
+
+
+def loop_row(op: str, n: int, k: int, m: int) -> Row:
+    own = m // 8
+    peers = hopper.loop_back(DEVICE, 8, own, k if op == "ag" else n)
+    weight, x, wide = draw(n, k) / k**0.5, draw(own if op == "ag" else m, k), draw(m, k)
+
+    def call() -> None:
+        if op == "ag":
+            hopper.gather_products(x, [weight], [None], peers)
+        else:
+            hopper.product_reduce(x, weight, None, peers)
+
+    return {
+        "op": op, "n": n, "k": k, "tokens": m, "us": replay_us([call] * 4, 10),
+        "mm_us": replay_us([lambda: wide @ weight.t()] * 4, 10), "host_us": host_us(call, 100),
+    }  # fmt: skip
+
+
+def loop() -> list[Row]:
+    """Whole ops with pushes that come back, size 8; and host µs of a call."""
+    rows = []
+    for op, n, k, m in (
+        ("ag", 6288, 7168, 4096), ("ag", 1536, 7168, 4096), ("ag", 1536, 7168, 256),
+        ("rs", 7168, 768, 4096), ("rs", 7168, 1536, 4096), ("rs", 7168, 768, 256),
+    ):  # fmt: skip
+        rows.append(loop_row(op, n, k, m))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="check,product,loop")
+    parser.add_argument("--ops", default="ag,rs", help="of the part product")
+    parser.add_argument("--widths", action="store_true", help="time every tile width")
+    args = parser.parse_args(argv)
+    hopper.SPIN_SECONDS = 3
+    command = "python -m sp_passes.bench.hopper " + " ".join(argv or sys.argv[1:])
+    results: dict[str, Any] = {"command": command, **versions()}
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "check": check, "product": lambda: product(args.widths, args.ops.split(",")), "loop": loop,
+    }  # fmt: skip
+    failed = False
+    for name in args.parts.split(","):
+        try:
+            results[name] = parts[name]()
+            failed |= not all(row.get("passed", True) for row in results[name])
+        except Exception:
+            failed = True
+            traceback.print_exc()
+        args.out.write_text(json.dumps(results, indent=1))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small calls of every kernel of one process, for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        --report-api-errors no python -m sp_passes.bench.sanitize
+
+(cuda-bindings asks the driver for functions that it may not have; each would count as an error.)
+Peers are other buffers of the same GPU, so all addresses are of allocations that the tool
+knows. Rows end inside tiles and blocks. Every result is compared with a float64 reference, so
+a clean run has also computed something. Prints a line for each part; exits with 1 on a failure.
+Without a GPU, TRITON_INTERPRET=1 runs the same parts on CPU tensors, in float16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ..ops import collective_engine, copy_engine, gather_engine, one_launch, one_shot, triton_gemm
+from .links import LoopBackPeers
+from .timing import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+N, K = 272, 128
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(DTYPE)
+
+
+def _peers(size: int, rows: int, n: int, incoming: bool) -> LoopBackPeers:
+    return LoopBackPeers(size, (rows, n), DTYPE, "device", incoming, DEVICE)
+
+
+def _near(out: Tensor, ref: Tensor) -> None:
+    error = relative_error(out, ref)
+    if not error < 1e-2:
+        raise AssertionError(f"error {error}")
+
+
+def _gathering(size: int, rows: int, n: int = K) -> tuple[LoopBackPeers, Tensor, Tensor]:
+    """Peers, own rows, and everyone's."""
+    peers = _peers(size, rows, n, True)
+    x = _random(rows, n)
+    peers.slots.fill_(float("nan"))
+    far = peers.far.to(DEVICE).view(size, rows, n)
+    return peers, x, torch.cat([x, far[1:].flatten(0, 1)])
+
+
+def copy_engine_ag(rows: int = 40) -> None:
+    """One product for all chunks, and one for each."""
+    for size, at_once in ((2, True), (2, False), (4, False)):
+        peers, x, everyone = _gathering(size, rows)
+        weight, bias = _random(N, K) / K**0.5, _random(N)
+        with patch.object(copy_engine, "at_once", lambda *args, found=at_once: found):
+            _, (out,) = copy_engine.gather_products(x, [weight], [bias], [True], peers)
+        _near(out, everyone.double() @ weight.double().T + bias.double())
+
+
+def copy_engine_rs(rows: int = 40) -> None:
+    for size, at_once in ((2, True), (2, False), (4, False)):
+        peers = _peers(size, rows, N, False)
+        there = peers.slots.clone()
+        x, weight, bias = _random(size * rows, K), _random(N, K) / K**0.5, _random(N)
+        with patch.object(copy_engine, "at_once", lambda *args, found=at_once: found):
+            out = copy_engine.product_reduce(x, weight, bias, True, peers)
+        own = x[:rows].double() @ weight.double().T
+        _near(out, own + there[1:].double().sum(0) + bias.double())
+
+
+def copy_engine_gather(rows: int = 40) -> None:
+    peers, _, everyone = _gathering(2, rows, N)
+    x, weight = _random(rows, K), _random(N, K) / K**0.5
+    out = gather_engine.product_gather(x, weight, None, True, (2 * N,), peers)
+    _near(out[:, :N], x.double() @ weight.double().T)
+    _near(out[:, N:], everyone[rows:])
+
+
+def engine_all_gather(rows: int = 37) -> None:
+    """In one go and in pieces."""
+    for piece in (collective_engine.PIECE_BYTES, 1024):
+        peers, x, everyone = _gathering(4, rows)
+        with patch.object(collective_engine, "PIECE_BYTES", piece):
+            out = collective_engine.gather(x, peers)
+        _near(out.flatten(0, 1), everyone)
+
+
+def engine_reduce_scatter(rows: int = 37) -> None:
+    for piece in (collective_engine.PIECE_BYTES, 1024):
+        peers = _peers(4, rows, K, False)
+        there, x = peers.slots.clone(), _random(4, rows, K)
+        with patch.object(collective_engine, "PIECE_BYTES", piece):
+            out = collective_engine.scatter(x, peers)
+        _near(out, x[0].double() + there[1:].double().sum(0))
+
+
+def one_launch_both(calls: int = 5) -> None:
+    """Several calls, so that both halves are used; 8-, 4- and 2-byte words."""
+    programs = one_shot.PROGRAMS if DEVICE == "cuda" else 3
+    for size, rows, n in ((2, 3, 40), (4, 5, 33), (3, 1, 6)):
+        with patch.object(one_shot, "PROGRAMS", programs):
+            made = one_launch.loop_back(torch.device(DEVICE), size, rows * n * DTYPE.itemsize)
+            for _ in range(calls):
+                x, parts = _random(rows, n), _random(size * rows, n)
+                if not made.gather(x).equal(torch.cat([x] * size)):
+                    raise AssertionError("gathered rows differ")
+                _near(made.scatter(parts), parts.view(size, rows, n).double().sum(0))
+
+
+def triton_ag(rows: int = 40) -> None:
+    """Every way to cut, with rows that end inside a tile and rows that do not."""
+    cuts = (triton_gemm.WIDE, triton_gemm.WIDE_FLAT, triton_gemm.MIDDLE, triton_gemm.NARROW)
+    for size, m in ((2, rows), (2, 256)):
+        for tiles in cuts if m % triton_gemm.BM == 0 else cuts[2:]:
+            peers, x, everyone = _gathering(size, m)
+            weight, bias = _random(N, K) / K**0.5, _random(N)
+            with patch.object(triton_gemm, "tiles_for", lambda *args, found=tiles: found):
+                _, (out,) = triton_gemm.gather_products(x, [weight], [bias], [True], peers)
+            _near(out, everyone.double() @ weight.double().T + bias.double())
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "copy_engine_ag": copy_engine_ag,
+    "copy_engine_rs": copy_engine_rs,
+    "copy_engine_gather": copy_engine_gather,
+    "engine_all_gather": engine_all_gather,
+    "engine_reduce_scatter": engine_reduce_scatter,
+    "one_launch": one_launch_both,
+    "triton_ag": triton_ag,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    args = parser.parse_args(argv)
+    failed = False
+    for name in args.parts.split(","):
+        start = time.monotonic()
+        try:
+            PARTS[name]()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            found = "ok"
+        except Exception as err:
+            failed, found = True, f"{type(err).__name__}: {err}"
+        print(f"{name}: {found}, {time.monotonic() - start:.1f} s", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AG-GEMM and GEMM-RS in one launch each, in CUDA C++ for compute capability 9.0.
+
+    ag_gemm   a thread of each block pushes its share of the rows to the peers, while the block
+              multiplies: own rows first, then those of each peer as they arrive
+    gemm_rs   a block stores its tiles of the product where their owner will add them, this
+              rank's rows last: such a tile is added to the peers' parts as it is computed
+
+Against ``triton_gemm`` a tile may have any multiple of 8 columns, so that the tiles of a call
+fill its last wave; nothing but the one kernel is launched, and the two halves of the buffer
+take turns, so that a call needs no barrier (``cuda/hopper.cu`` says why that is safe).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import _private
+from ..errors import SPError
+from . import copy_engine, nvrtc, symmetric, tuned, unfused
+from .decode import DTYPES
+from .kernels import Call, register_kernel
+
+BM, BK = 128, 64
+MOST_WEIGHTS, MOST_RANKS, MOST_PIECES = 4, 8, 256
+MOST_ROWS = MOST_PIECES * BM
+SPIN_SECONDS = 600
+_SHARED = 232448  # bytes that a block may have
+WIDTHS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 96)
+WIDTHS_BACK = (256, 192, 128)
+"""Columns of a tile of ag_gemm, and of gemm_rs, which sends panels of 64."""
+_HOST_MAPS = 8192
+
+
+class Arguments(ctypes.Structure):
+    """``Call`` of hopper.cu: the same fields in the same order. A map has 128 bytes."""
+
+    _fields_ = (
+        ("x", ctypes.c_byte * 128),
+        ("arrived", ctypes.c_byte * 256),
+        ("weight", ctypes.c_byte * 128 * MOST_WEIGHTS),
+        ("out", ctypes.c_uint64 * MOST_WEIGHTS),
+        ("bias", ctypes.c_uint64 * MOST_WEIGHTS),
+        ("slots", ctypes.c_uint64 * MOST_RANKS),
+        ("counters", ctypes.c_uint64 * MOST_RANKS),
+        ("rows_at", ctypes.c_uint64),
+        ("half_bytes", ctypes.c_uint64),
+        ("control", ctypes.c_uint64),
+        ("n", ctypes.c_int * MOST_WEIGHTS),
+        ("cols", ctypes.c_int * MOST_WEIGHTS),
+        ("weights", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("group", ctypes.c_int),
+        ("unit", ctypes.c_int),
+        ("bias_step", ctypes.c_int),
+        ("rehearse", ctypes.c_int),
+        ("padding", ctypes.c_byte * 64),
+    )
+
+
+class Peers:
+    """The group's buffers as the kernels see them.
+
+    Args:
+        slots: address of each rank's two halves of ``half_bytes``, one slot in each for every
+            source rank.
+        counters: address of each rank's ``[2, MOST_RANKS, MOST_PIECES]`` words, zero at first.
+        mine: this rank's two halves, uint8.
+    """
+
+    def __init__(
+        self, rank: int, slots: Sequence[int], counters: Sequence[int], mine: Tensor,
+        half_bytes: int,
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self.mine = rank, len(slots), mine
+        self.half_bytes = self.nbytes = half_bytes
+        # The number of the call, blocks that have finished, the half of the last call.
+        self.control = torch.zeros(4, dtype=torch.int32, device=mine.device)
+        self.device = mine.device.index
+        self.programs = torch.cuda.get_device_properties(mine.device).multi_processor_count
+        self.slots, self.counters = list(slots), list(counters)
+        self.stream = _private.raw_stream_getter()
+        self.kept: Any = None
+        self._calls: dict[Any, tuple[Arguments, nvrtc.Arguments, nvrtc.Kernel]] = {}
+        self.rehearse = 0
+
+    def arguments(
+        self, key: tuple[Any, ...], entry: str, rows: int, k: int, width: int, fp16: bool
+    ) -> tuple[tuple[Arguments, nvrtc.Arguments, nvrtc.Kernel], bool]:
+        """The arguments of calls with this key, and whether they are new."""
+        found = self._calls.get(key)
+        if found is not None:
+            return found, False
+        if len(self._calls) >= _HOST_MAPS:
+            self._calls.clear()
+        made = Arguments()
+        made.slots[: self.size], made.counters[: self.size] = self.slots, self.counters
+        made.half_bytes, made.control = self.half_bytes, self.control.data_ptr()
+        made.rank, made.size, made.rows, made.k = self.rank, self.size, rows, k
+        made.rehearse = self.rehearse
+        ranks = self.size if entry == "gemm_rs" else 0
+        found = made, nvrtc.Arguments(made), code(width, fp16, ranks, self.device)
+        self._calls[key] = found
+        return found, True
+
+    def half(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A copy of the half that the last call used, as ``shape``."""
+        count = dtype.itemsize
+        for length in shape:
+            count *= length
+        both = self.mine.view(2, self.half_bytes)[:, :count].view(dtype)
+        return both.index_select(0, self.control[2:3]).view(shape)
+
+
+# --- code -------------------------------------------------------------------------------
+
+
+def instruction(width: int, fp16: bool) -> str:
+    """CUDA C++ of ``mma``: 64 x ``width`` accumulators of a warpgroup, 16 features of k."""
+    count, kind = width // 2, "f16" if fp16 else "bf16"
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        f"__device__ inline void mma(float (&d)[{count}], unsigned long long a, "
+        "unsigned long long b, int into) {\n"
+        f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
+        f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} {{{registers}}}, "
+        f'%{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"\n'
+        f' : {operands} : "l"(a), "l"(b), "r"(into));\n}}\n'
+    )
+
+
+def macros_of(width: int, fp16: bool, ranks: int) -> tuple[tuple[str, int], ...]:
+    """``ranks`` of gemm_rs, 0 for ag_gemm. Shared memory holds STAGES tiles of x and a weight."""
+    sent = BM * width * 2 if ranks else 0
+    stages = (_SHARED - 1024 - 512 - sent) // ((BM + width) * BK * 2)
+    return (
+        ("BN", width), ("STAGES", stages), ("RANKS", ranks), ("SPIN_NS", SPIN_SECONDS * 10**9),
+        ("CALL_BYTES", -(-Arguments.padding.offset // 64) * 64),
+        *((("FP16", 1),) if fp16 else ()),
+    )  # fmt: skip
+
+
+@cache
+def code(width: int, fp16: bool, ranks: int, device: int) -> nvrtc.Kernel:
+    """``gemm_rs`` of ``ranks``, or with 0 ``ag_gemm``, for tiles of ``width`` columns."""
+    entry = "gemm_rs" if ranks else "ag_gemm"
+    macros = macros_of(width, fp16, ranks)
+    return nvrtc.kernel("hopper", entry, macros, _SHARED, device, instruction(width, fp16))
+
+
+# Fitted to one and two H200 (bench/NOTES.md): seconds for a column and a feature of a tile, columns
+# that a tile's rows and its end cost besides, seconds until the first rows of a peer are here, and
+# bytes a second from all peers together.
+_COLUMN, _EXTRA, _LATENCY, _LINK = BM * 2 / 6.0e12, 20, 5e-6, 210e9
+
+
+@lru_cache(maxsize=4096)
+def width_back(tall: int, n: int, programs: int) -> int:
+    """Columns of a tile of gemm_rs, for ``tall`` rows of tiles: those of the shortest waves."""
+    return min(WIDTHS_BACK, key=lambda w: -(-tall * -(-n // w) // programs) * (w + _EXTRA))
+
+
+@lru_cache(maxsize=4096)
+def width_for(size: int, rows: int, ns: tuple[int, ...], k: int, programs: int) -> int:
+    """Columns of a tile of ag_gemm, for ``rows`` of each rank and weights of ``ns`` features.
+
+    The schedule of the kernel is played through: a tile starts when the one before it has ended
+    and its rows are here. Few wide tiles fill all multiprocessors, but only once the peers' rows
+    have come; narrower ones can use the time until then for the own rows.
+    """
+    return min(WIDTHS, key=lambda width: seconds(size, rows, ns, k, programs, width))
+
+
+def seconds(
+    size: int, rows: int, ns: tuple[int, ...], k: int, programs: int, width: int, group: int = 8
+) -> float:
+    """How long ag_gemm is thought to take with tiles of ``width`` columns."""
+    tall, wide = -(-rows // BM), sum(-(-n // width) for n in ns)
+    tile = np.arange(size * tall * wide)
+    chunk, inside = np.divmod(tile, tall * wide)
+    first = inside // (group * wide) * group
+    row = first + inside % (group * wide) % np.minimum(tall - first, group)
+    bytes_before = ((chunk - 1) * rows + np.minimum((row + 1) * BM, rows)) * k * 2
+    here = np.where(chunk > 0, _LATENCY + bytes_before / _LINK, 0.0)
+    end = np.zeros(programs)
+    for start in range(0, len(tile), programs):
+        wave = here[start : start + programs]
+        end[: len(wave)] = np.maximum(end[: len(wave)], wave) + (width + _EXTRA) * k * _COLUMN
+    return float(end.max())
+
+
+@lru_cache(maxsize=_HOST_MAPS)
+def _map(address: int, rows: int, cols: int, step: int, box_rows: int, fp16: bool) -> bytes:
+    """A tensor map of ``[rows, cols]`` in blocks ``[box_rows, BK]``; ``step`` elements a row."""
+    from cuda.bindings import driver as d
+
+    kinds = d.CUtensorMapDataType
+    kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT16" if fp16 else "BFLOAT16")
+    error, made = d.cuTensorMapEncodeTiled(
+        getattr(kinds, kind), 2, address,
+        [d.cuuint64_t(cols), d.cuuint64_t(rows)], [d.cuuint64_t(2 * step)],
+        [d.cuuint32_t(BK), d.cuuint32_t(box_rows)], [d.cuuint32_t(1), d.cuuint32_t(1)],
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    if int(error):
+        raise SPError(f"a tensor map of [{rows}, {cols}], {step} a row, was refused: {error!r}")
+    return ctypes.string_at(int(made.getPtr()), 128)
+
+
+def _address(tensor: Tensor | None) -> tuple[int, ...] | None:
+    """What a tensor map or a pointer is made of. Memory may have held another tensor before."""
+    return None if tensor is None else (tensor.data_ptr(), *tensor.shape, tensor.stride(0))
+
+
+def unit_of(nbytes: int) -> int:
+    """Bytes that a warp pushes to a peer, and counts in, at a time: each has one, or 24 KiB."""
+    each = -(-nbytes // 384)
+    return min(max(-(-each // 1024) * 1024, 2048), 24576)
+
+
+def _put(field: Any, data: bytes, at: int = 0) -> None:
+    ctypes.memmove(ctypes.addressof(field) + at, data, len(data))
+
+
+# --- the ops ----------------------------------------------------------------------------
+
+
+def _weights(
+    made: Arguments, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width: int
+) -> None:
+    """What stays the same in every call with these weights."""
+    end = 0
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        n, k = weight.shape
+        end += -(-n // width)
+        made.n[i], made.cols[i] = n, end
+        made.bias[i] = 0 if bias is None else bias.data_ptr()
+        fp16 = weight.dtype == torch.float16
+        _put(made.weight[i], _map(weight.data_ptr(), n, k, weight.stride(0), width, fp16))
+    made.weights = len(weights)
+
+
+def gather_products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], peers: Peers,
+    width: int | None = None, group: int = 8,
+) -> list[Tensor]:  # fmt: skip
+    """``x [rows, k]`` of every rank times each weight ``[n, k]``: ``[size * rows, n]`` each."""
+    rows, k = x.shape
+    fp16, at = x.dtype == torch.float16, x.data_ptr()
+    if width is None:
+        ns = tuple(w.shape[0] for w in weights)
+        width = width_for(peers.size, rows, ns, k, peers.programs)
+    given = [_address(t) for t in (*weights, *biases)]
+    key = ("ag", rows, width, group, fp16, *given)
+    (made, packed, kernel), new = peers.arguments(key, "ag_gemm", rows, k, width, fp16)
+    if new:
+        _weights(made, weights, biases, width)
+        made.group, made.unit = group, unit_of(rows * k * 2)
+        for half in range(2):
+            base = peers.slots[peers.rank] + half * peers.half_bytes
+            _put(made.arrived, _map(base, peers.size * rows, k, k, BM, fp16), 128 * half)
+    if made.rows_at != at:
+        _put(made.x, _map(at, rows, k, k, BM, fp16))
+        made.rows_at = at
+    outs = [x.new_empty((peers.size * rows, w.shape[0])) for w in weights]
+    for i, out in enumerate(outs):
+        made.out[i] = out.data_ptr()
+    kernel.launch(peers.programs, 384, packed, _private.raw_stream(peers.device))
+    return outs
+
+
+def product_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers,
+    width: int | None = None, group: int = 4,
+) -> Tensor:  # fmt: skip
+    """``x [size * rows, k]`` times the weight ``[n, k]``, added over ranks: ``[rows, n]``.
+
+    ``bias``: ``[n]``, or rows of the result's shape.
+    """
+    rows, k, n = x.shape[0] // peers.size, x.shape[1], weight.shape[0]
+    fp16, at = x.dtype == torch.float16, x.data_ptr()
+    if width is None:
+        width = width_back(peers.size * -(-rows // BM), n, peers.programs)
+    given = _address(weight), None if bias is None else bias.ndim
+    key = ("rs", rows, width, group, fp16, given)
+    (made, packed, kernel), new = peers.arguments(key, "gemm_rs", rows, k, width, fp16)
+    if new:
+        _weights(made, [weight], [bias], width)
+        made.group = group
+        made.bias_step = 0 if bias is None or bias.ndim == 1 else n
+    if made.rows_at != at:
+        _put(made.x, _map(at, peers.size * rows, k, k, BM, fp16))
+        made.rows_at = at
+    out = x.new_empty((rows, n))
+    made.out[0], made.bias[0] = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+    kernel.launch(peers.programs, 384, packed, _private.raw_stream(peers.device))
+    return out
+
+
+# --- the group's buffers ----------------------------------------------------------------
+
+_COUNTERS = 2 * MOST_RANKS * MOST_PIECES * 4
+_MODULE = "torch.distributed._symmetric_memory"
+
+
+def for_group(pg: Any, device: torch.device, nbytes: int) -> Peers:
+    """Buffers in symmetric memory for calls that move up to ``nbytes``. Collective."""
+    half = -(-nbytes // 1024) * 1024
+    buffer = _private._get(_MODULE, "empty")(2 * half + _COUNTERS, dtype=torch.uint8, device=device)
+    handle = _private._get(_MODULE, "rendezvous")(buffer, pg.group_name)
+    buffer[2 * half :].zero_()
+    torch.cuda.synchronize(device)
+    handle.barrier()
+    torch.cuda.synchronize(device)
+    at = [int(address) for address in handle.buffer_ptrs]
+    made = Peers(pg.rank(), at, [base + 2 * half for base in at], buffer[: 2 * half], half)
+    made.kept = buffer, handle
+    return made
+
+
+def loop_back(device: torch.device, size: int, rows: int, features: int) -> Peers:
+    """One process that stands in for ``size`` ranks as rank 0, for calls of exactly ``rows``
+    own rows: what it pushes to peer p lands in its own slot p. For tests and measurements."""
+    half = -(-size * rows * features * 2 // 1024) * 1024
+    buffer = torch.zeros(2 * half + _COUNTERS, dtype=torch.uint8, device=device)
+    slot, at = rows * features * 2, buffer.data_ptr()
+    made = Peers(
+        0, [at + p * slot for p in range(size)],
+        [at + 2 * half + p * MOST_PIECES * 4 for p in range(size)], buffer[: 2 * half], half,
+    )  # fmt: skip
+    made.kept = buffer
+    return made
+
+
+# --- rows of the table ------------------------------------------------------------------
+
+
+def why_not(call: Call) -> str | None:
+    if call.device != "cuda":
+        return f"it is a GPU kernel; the tensors are on {call.device}"
+    if not 1 < call.tp_size <= MOST_RANKS:
+        return f"it takes 2 to {MOST_RANKS} ranks, these are {call.tp_size}"
+    if call.dtype not in DTYPES:
+        return f"dtype {call.dtype}; it takes bfloat16 and float16"
+    if torch.cuda.is_available() and tuned.capability() != (9, 0):
+        return "it is written for compute capability 9.0"
+    return nvrtc.missing()
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """16-byte rows and address."""
+    last = tensor.stride(-1) == 1 and tensor.shape[-1] % 8 == 0
+    return last and tensor.data_ptr() % 16 == 0
+
+
+def fits(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out_first: Sequence[bool]
+) -> bool:
+    """Whether the kernels can read these operands; ``x`` is contiguous."""
+    if not 0 < len(weights) <= MOST_WEIGHTS or not all(out_first):
+        return False
+    if x.shape[0] == 0 or not _aligned(x):
+        return False
+    for w in weights:
+        if w.dtype != x.dtype or w.shape[0] % 8 or w.stride(0) % 8 or not _aligned(w):
+            return False
+    return all(b is None or (b.dtype == x.dtype and b.is_contiguous()) for b in biases)
+
+
+def workspace(pg: Any, device: torch.device, nbytes: int, tokens: int) -> Peers | None:
+    return symmetric.workspace(pg, device, nbytes, tokens, make=for_group)
+
+
+def ag_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_first: Sequence[bool],
+    pg: Any,
+    tp_size: int,
+    barrier: bool = False,
+    gathered: bool = True,
+) -> list[Tensor]:
+    """As ``unfused.ag_gemm``. It needs no barrier of its own or of others."""
+    flat = copy_engine._flat(x)
+    if flat.shape[0] > MOST_ROWS or not fits(flat, weights, biases, out_first):
+        return copy_engine.ag_gemm(x, weights, biases, out_first, pg, tp_size, barrier, gathered)
+    peers = workspace(pg, x.device, tp_size * flat.numel() * 2, tp_size * x.shape[0])
+    if peers is None:
+        return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
+    outs = gather_products(flat, weights, biases, peers)
+    if x.ndim != 2:
+        outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
+    if not gathered:
+        return [x, *outs]
+    full = peers.half((tp_size, *flat.shape), x.dtype)
+    full[peers.rank].copy_(flat)
+    return [full.view(-1, *x.shape[1:]), *outs]
+
+
+def gemm_rs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_first: bool,
+    pg: Any,
+    tp_size: int,
+    barrier: bool = False,
+) -> Tensor:
+    """As ``unfused.gemm_rs``. It needs no barrier of its own or of others."""
+    flat = copy_engine._flat(x)
+    rows = flat.shape[0] // tp_size
+    if not 0 < rows <= MOST_ROWS or not fits(flat, [weight], [bias], [out_first]):
+        return copy_engine.gemm_rs(x, weight, bias, out_first, pg, tp_size, barrier)
+    peers = workspace(pg, x.device, flat.shape[0] * weight.shape[0] * 2, x.shape[0])
+    if peers is None:
+        return unfused.gemm_rs(x, weight, bias, out_first, pg, tp_size)
+    out = product_reduce(flat, weight, bias, peers)
+    return out if x.ndim == 2 else out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
+
+
+register_kernel("hopper", "ag_gemm", ag_gemm, why_not, -4, may_skip_gathered=True)
+register_kernel("hopper", "gemm_rs", gemm_rs, why_not, preference=-4)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of ops/hopper.py and its CUDA source can be tested without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_passes.ops import hopper, nvrtc
+from sp_passes.ops.kernels import Call, choose
+
+SOURCE = Path(hopper.__file__).parent / "cuda"
+WRAPPERS = """
+#include "schedule.h"
+extern "C" void tiles(int many, int rows, int cols, int group, int size, int reduced, int *out) {
+    for (int t = 0; t < many; t++) {
+        const Tile a = reduced ? reduced_tile(t, rows, cols, group, size)
+                               : tile_of(t, rows, cols, group);
+        out[3 * t] = a.chunk, out[3 * t + 1] = a.row, out[3 * t + 2] = a.col;
+    }
+}
+extern "C" int pushes(long long bytes, long long piece, int unit, long long *out) {
+    const Pushes all = {bytes, piece, unit};
+    const int each = all.to_one_peer();
+    for (int q = 0; q < 3 * each && out; q++) {
+        const Push p = push_of(q, all);
+        out[4 * q] = p.step, out[4 * q + 1] = p.piece, out[4 * q + 2] = p.at;
+        out[4 * q + 3] = p.bytes;
+    }
+    return each;
+}
+extern "C" int of_piece(long long bytes, long long piece, int unit, int p) {
+    return Pushes{bytes, piece, unit}.of_piece(p);
+}
+extern "C" int source(int chunk, int rank, int size) { return source_of(chunk, rank, size); }
+extern "C" int owner(int chunk, int rank, int size) { return owner_of(chunk, rank, size); }
+"""
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The index functions of the kernels, compiled for the CPU."""
+    folder = tmp_path_factory.mktemp("schedule")
+    (folder / "wrap.cpp").write_text(WRAPPERS)
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{SOURCE}", "wrap.cpp", "-o"]
+    subprocess.run([*command, "wrap.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "wrap.so"))
+
+
+def tiles(schedule: Any, rows: int, cols: int, group: int, size: int, reduced: bool) -> Any:
+    many = rows * cols * size
+    out = (ctypes.c_int * (3 * many))()
+    schedule.tiles(many, rows, cols, group, size, int(reduced), out)
+    return [tuple(out[3 * t : 3 * t + 3]) for t in range(many)]
+
+
+small = st.integers(1, 9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=st.integers(1, 20), cols=small, group=small, size=st.integers(1, 8))
+def test_every_tile_once(schedule: Any, rows: int, cols: int, group: int, size: int) -> None:
+    everything = {(c, r, n) for c in range(size) for r in range(rows) for n in range(cols)}
+    for reduced in (False, True):
+        found = tiles(schedule, rows, cols, group, size, reduced)
+        assert len(found) == len(everything) and set(found) == everything
+    assert [tile[0] for tile in tiles(schedule, rows, cols, group, size, False)] == sorted(
+        tile[0] for tile in everything
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 20), cols=small, group=small, size=st.integers(2, 8))
+def test_own_tiles_come_after_what_peers_need(
+    schedule: Any, rows: int, cols: int, group: int, size: int
+) -> None:
+    """A rank that waits for a row of tiles has sent its own of that row, and of the next turn:
+    so no ring of ranks can wait for each other."""
+    seen: set[tuple[int, int, int]] = set()
+    for chunk, row, col in tiles(schedule, rows, cols, group, size, True):
+        if chunk == size - 1:
+            ahead = range(min(rows, (row // group + 2) * group))
+            peers = range(size - 1)
+            assert all((c, r, n) in seen for c in peers for r in ahead for n in range(cols))
+        seen.add((chunk, row, col))
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 700), k=st.integers(1, 200), unit=st.sampled_from([64, 1024, 8192]))
+def test_pushes_cover_the_rows_once(schedule: Any, rows: int, k: int, unit: int) -> None:
+    total, piece = rows * k * 16, 128 * k * 16
+    sizes = [ctypes.c_longlong(v) for v in (total, piece)]
+    each = schedule.pushes(*sizes, unit, None)
+    out = (ctypes.c_longlong * (12 * each))()
+    schedule.pushes(*sizes, unit, out)
+    counted: dict[tuple[int, int], int] = {}
+    for step in (1, 2, 3):
+        at = 0
+        for q in range((step - 1) * each, step * each):
+            where = tuple(out[4 * q : 4 * q + 4])
+            assert where[0] == step and where[2] == at and 0 < where[3] <= unit
+            assert at // piece == where[1] == (at + where[3] - 1) // piece
+            counted[step, where[1]] = counted.get((step, where[1]), 0) + 1
+            at += where[3]
+        assert at == total
+    for (_, number), count in counted.items():
+        assert schedule.of_piece(*sizes, unit, number) == count
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_chunks_follow_the_pushes(schedule: Any, size: int) -> None:
+    """The rank that pushes to me as its step s is the source of my chunk s, and the owner of
+    what I multiply first is the one whose sum waits longest for me."""
+    for rank in range(size):
+        assert schedule.source(0, rank, size) == rank
+        assert schedule.owner(size - 1, rank, size) == rank
+        for step in range(1, size):
+            assert schedule.source(step, (rank + step) % size, size) == rank
+        assert {schedule.owner(c, rank, size) for c in range(size)} == set(range(size))
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks", "fp16"), [(192, 0, False), (128, 8, False), (96, 0, True)]
+)
+def test_the_source_compiles(width: int, ranks: int, fp16: bool) -> None:
+    """The struct of arguments has the size that Python fills (a static assertion)."""
+    pytest.importorskip("cuda.bindings")
+    macros = hopper.macros_of(width, fp16, ranks)
+    cubin = nvrtc.compile_source("hopper", macros, "sm_90a", hopper.instruction(width, fp16))
+    assert cubin[:4] == b"\x7fELF" and (b"gemm_rs" if ranks else b"ag_gemm") in cubin
+
+
+def test_a_source_that_is_wrong_says_so() -> None:
+    pytest.importorskip("cuda.bindings")
+    macros = hopper.macros_of(192, False, 0)
+    with pytest.raises(nvrtc.SPError, match=r"NVRTC refused hopper\.cu .*\n.*mma"):
+        nvrtc.compile_source("hopper", macros, "sm_90a")
+
+
+def test_shared_memory_suffices() -> None:
+    for ranks, widths in ((0, hopper.WIDTHS), (8, hopper.WIDTHS_BACK)):
+        for width in widths:
+            stages = dict(hopper.macros_of(width, False, ranks))["STAGES"]
+            sent = 128 * width * 2 if ranks else 0
+            used = 1024 + stages * (128 + width) * 64 * 2 + sent + 8 * (2 * stages + 2)
+            assert stages >= 3 and used <= hopper._SHARED
+
+
+def test_widths_fill_the_last_wave() -> None:
+    assert hopper.width_for(1, 1024, (6288,), 7168, 132) == 192  # two full waves
+    assert hopper.width_for(1, 1024, (1536,), 7168, 132) == 96  # one
+    assert hopper.width_for(1, 1 << 19, (8192,), 7168, 132) == 256
+    assert hopper.width_back(4096, 7168, 132) == 256
+
+
+def test_own_rows_fill_the_time_until_others_come() -> None:
+    """Eight rows of tiles in all: of 240 columns they make one wave, half of it waiting."""
+    waiting = hopper.seconds(2, 512, (3648,), 7168, 132, 240)
+    chosen = hopper.width_for(2, 512, (3648,), 7168, 132)
+    assert chosen < 160 and hopper.seconds(2, 512, (3648,), 7168, 132, chosen) < 0.8 * waiting
+    assert hopper.width_for(1, 1024, (3648,), 7168, 132) == 240
+
+
+def call(**other: Any) -> Call:
+    fields = dict(op="ag_gemm", device="cuda", dtype=torch.bfloat16, n=8, k=8, tokens=8, tp_size=4)
+    return Call(**{**fields, **other})
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"device": "cpu"}, "the tensors are on cpu"),
+        ({"tp_size": 1}, "2 to 8 ranks, these are 1"),
+        ({"tp_size": 16}, "these are 16"),
+        ({"dtype": torch.float32}, "takes bfloat16 and float16"),
+    ],
+)
+def test_why_not(other: dict[str, Any], reason: str) -> None:
+    assert reason in str(hopper.why_not(call(**other)))
+
+
+def test_auto_takes_it_only_where_it_was_measured() -> None:
+    assert choose(call(device="cpu"), "auto").name == "unfused"
+    assert hopper.why_not(call()) is None or nvrtc.missing()
+
+
+def test_operands_that_fit() -> None:
+    x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)
+    vector = torch.zeros(16, dtype=torch.bfloat16)
+    assert hopper.fits(x, [weight], [vector], [True])
+    assert hopper.fits(x, [weight[:, :32].t().contiguous().t()[:8]], [None], [True]) is False
+    assert hopper.fits(x, [weight], [None], [False]) is False
+    assert hopper.fits(x, [weight[:7]], [None], [True]) is False
+    assert hopper.fits(x, [weight.float()], [None], [True]) is False
+    assert hopper.fits(x, [weight] * 5, [None] * 5, [True] * 5) is False
+    assert hopper.fits(x, [weight], [vector.float()], [True]) is False
+    assert hopper.fits(x[:0], [weight], [None], [True]) is False
+
+
+def test_what_does_not_fit_goes_to_the_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("ag_gemm", "gemm_rs"):
+        monkeypatch.setattr(
+            hopper.copy_engine, name, lambda *args, name=name, **kwargs: asked.append(name)
+        )
+    x, odd = torch.zeros(4, 6), torch.zeros(3, 6)
+    hopper.ag_gemm(x, [odd], [None], [True], SimpleNamespace(), 2)
+    hopper.gemm_rs(x, odd, None, True, SimpleNamespace(), 2)
+    assert asked == ["ag_gemm", "gemm_rs"]
