@@ -178,6 +178,17 @@ def input_position(placeholder: Any, position: int) -> int:
     return getattr(placeholder.meta.get("desc"), "idx", position)
 
 
+def is_body(graph: Any) -> bool:
+    """Whether the graph being compiled is the body of a higher-order op, not a model's graph.
+
+    Inductor shows custom passes the branches of ``cond``, the regions of ``invoke_subgraph``
+    and the modifications of ``flex_attention`` too. AOTAutograd describes its own inputs, and
+    a body has none of those.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    return static_inputs() is not None and not any("desc" in node.meta for node in inputs)
+
+
 def source_name(placeholder: Any) -> str:
     """Dynamo's source expression of a placeholder of its graph."""
     source = getattr(placeholder, "_dynamo_source", None)

@@ -18,7 +18,7 @@ from .config import SPConfig
 from .declare import Declared, declared_placement
 from .errors import SPError
 from .graph import params
-from .graph.linears import registrations
+from .graph.linears import has_products, registrations
 from .placement import input_states
 from .placement.registry import declarations
 from .report import Report
@@ -93,6 +93,14 @@ class SequenceParallelPass(_private.CustomGraphPass):
             self.after(graph)
         if _private.is_training():
             log.warning("sp_passes leaves a graph with a backward pass alone: inference only")
+            return
+        if _private.is_body(graph):
+            level = logging.WARNING if has_products(graph) else logging.DEBUG
+            log.log(
+                level,
+                "sp_passes leaves the body of a higher-order op (cond, invoke_subgraph) "
+                "alone: which of the model's weights its inputs are is not known there",
+            )
             return
         placed = self._mark_inputs(graph)
         states = {**input_states(graph, None, self.tokens), **input_states_of(placed)}

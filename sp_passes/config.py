@@ -19,6 +19,8 @@ from .errors import SPError
 from .ops.kernels import kernel_names
 from .version import code_digest
 
+MOST_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class SPConfig:
@@ -34,7 +36,9 @@ class SPConfig:
             ``sp_passes.ops.kernels.kernel_names()``.
         token_range: ``(lo, hi)`` *global* tokens that the graph serves. Given, the cost
             model decides per site; None, every legal site is rewritten.
-        release_weights: free the full weight once its shard is made.
+        release_weights: free the full weight once its shard is made. A weight that is kept may
+            change at any time: each use takes this rank's part of it, a copy where that is not
+            contiguous.
         strict: an error where a site's weights stay whole, or there is no site at all.
         hardware: name of a hardware profile, or path of one, for the cost model.
         max_tokens: most *global* tokens of a step; sizes the workspaces of fused kernels.
@@ -170,6 +174,8 @@ class SPConfig:
             self._set("token_range", (lo, hi))
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1)
+            if self.max_tokens > MOST_TOKENS:
+                raise SPError(f"max_tokens may be at most {MOST_TOKENS}, found {self.max_tokens}")
 
     def _check_policy(self) -> None:
         from .policy import POLICIES
@@ -297,9 +303,11 @@ class SPConfig:
 
     def digest(self) -> str:
         """Hash of all that decides how a graph is rewritten; the same on every rank."""
+        from .ops import tuned
         from .policy import hardware
 
         parts: dict[str, Any] = {**self.to_dict(), "group": self.group_name}
+        parts["kernel_table"] = sorted(map(repr, tuned.named().items()))
         parts["hardware"] = [self.hardware, asdict(hardware(self.hardware))]
         parts["shard_size"] = self.shard_size
         del parts["tp_rank"]

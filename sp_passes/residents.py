@@ -45,10 +45,11 @@ class Resident:
         strides: shape and strides of the weight, which tell it from another view of its
             storage, such as its transpose.
         pg: the group it is sharded over.
-        shard: this rank's part. None: two graphs want it cut differently, so the weight is
-            whole again and every use takes its part from it.
+        shard: this rank's part. None while the full weight is kept, asked or because something
+            else reads it or two graphs want it cut differently: every use then takes its part
+            from it, since not every write to a tensor shows in its version (``.data``,
+            inference mode).
         nbytes: of the full weight.
-        version: of the weight when it was cut, while its storage is kept.
         released: the full storage is freed.
         retired: shards that captured CUDA graphs may still read.
         rows_compared: the ranks have compared how many rows they multiply it with.
@@ -60,7 +61,6 @@ class Resident:
     pg: Any
     shard: Tensor | None
     nbytes: int
-    version: int | None
     released: bool = False
     retired: list[Tensor] = field(default_factory=list)
     rows_compared: bool = False
@@ -190,21 +190,20 @@ def declare_whole(plan: str, tensors: Sequence[Tensor]) -> None:
 def resident(weight: Tensor, layout: ShardLayout, pg: Any) -> Tensor:
     """This rank's part of ``weight``; never hand it out of an op, its buffer is not yours."""
     entry = entry_of(weight)
-    if entry is not None and _same(entry, weight, layout, pg):  # as in every call but the first
-        shard, version = entry.shard, entry.version
-        if shard is not None and (version is None or version == weight._version):
-            return shard
     if entry is None:
         prepare([weight], [layout], [name_of(weight)], None, False, pg)
         entry = _table[key_of(weight)]
-    elif entry.shard is not None and not _same(entry, weight, layout, pg):
+    if entry.shard is not None:
+        if _same(entry, weight, layout, pg):
+            return entry.shard
         _make_whole(weight, entry, layout)
-    if entry.shard is None:
-        return layout.take(weight, pg.rank(), pg.size())
-    if entry.version is not None and entry.version != weight._version:
-        entry.shard.copy_(layout.take(weight, pg.rank(), pg.size()))
-        entry.version = weight._version
-    return entry.shard
+    return _take(weight, layout, pg)
+
+
+def _take(weight: Tensor, layout: ShardLayout, pg: Any) -> Tensor:
+    """This rank's part as the weight is now: a view where that is contiguous, else a copy."""
+    with torch.no_grad():
+        return layout.take(Tensor.detach(weight), pg.rank(), pg.size()).contiguous()
 
 
 def compare_rows(x: Tensor, weight: Tensor, pg: Any) -> None:
@@ -318,37 +317,38 @@ def writing(tensor: Tensor) -> Iterator[None]:
 
 
 def _shard(weight: Tensor, layout: ShardLayout, pg: Any, release: bool) -> Resident:
-    with torch.inference_mode(False), torch.no_grad():  # also when called in inference mode
-        part = layout.take(Tensor.detach(weight), pg.rank(), pg.size())
-        copy = partial(part.clone, memory_format=torch.contiguous_format)
-        shard = _private.outside_graph_pools(part.device, copy)
     entry = Resident(
         ref=_private.storage_weak_ref(weight),
         layout=layout,
         strides=strides_of(weight),
         pg=pg,
-        shard=shard,
+        shard=None,
         nbytes=weight.numel() * weight.element_size(),
-        version=None if weight.is_inference() else weight._version,
     )
     weakref.finalize(weight, _sweep).atexit = False
-    if release and pg.size() > 1:
+    if release and pg.size() > 1 and _may_release(weight, entry):
         _release(weight, entry)
     return entry
 
 
-def _release(weight: Tensor, entry: Resident) -> None:
-    storage = weight.untyped_storage()
+def _may_release(weight: Tensor, entry: Resident) -> bool:
     why = None
-    if storage.nbytes() != entry.nbytes:
+    if weight.untyped_storage().nbytes() != entry.nbytes:
         why = "shares its storage with other tensors"
     elif _private.storage_key(weight) in _read_whole:
         why = "is read whole by something else"
     if why is not None:
-        log.warning("%s %s and stays allocated beside its shard", name_of(weight), why)
-        return
-    storage.resize_(0)
-    entry.released, entry.version = True, None
+        log.warning("%s %s and stays whole", name_of(weight), why)
+    return why is None
+
+
+def _release(weight: Tensor, entry: Resident) -> None:
+    with torch.inference_mode(False), torch.no_grad():  # also when called in inference mode
+        part = entry.layout.take(Tensor.detach(weight), entry.pg.rank(), entry.pg.size())
+        copy = partial(part.clone, memory_format=torch.contiguous_format)
+        entry.shard = _private.outside_graph_pools(part.device, copy)
+    weight.untyped_storage().resize_(0)
+    entry.released = True
     stray.refuse(weight, name_of(weight))
 
 
@@ -370,12 +370,11 @@ def _make_whole(weight: Tensor, entry: Resident, layout: ShardLayout) -> None:
     with group_lock(entry.pg):
         if entry.shard is None:
             return
-        log.warning(
-            "%s is wanted as %s and as %s by different graphs, so it is kept whole",
-            name_of(weight),
-            entry.layout,
-            layout,
-        )
+        if entry.layout == layout:
+            why = f"as {layout} by graphs of different groups or through different views"
+        else:
+            why = f"as {entry.layout} and as {layout} by different graphs"
+        log.warning("%s is wanted %s, so it is kept whole", name_of(weight), why)
         restore(weight, entry)
         entry.retired.append(entry.shard)
         entry.shard = None
@@ -396,4 +395,3 @@ def restore(weight: Tensor, entry: Resident) -> None:
         for rank in range(size):
             entry.layout.put(whole, parts[rank], rank, size, mine=rank == entry.pg.rank())
     entry.released = False
-    entry.version = None if weight.is_inference() else weight._version

@@ -11,6 +11,9 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 
+_SOURCES = (".py", ".cu", ".h")
+
+
 @cache
 def code_digest() -> str:
     """Hash of every source file of the package.
@@ -24,7 +27,7 @@ def code_digest() -> str:
         folders.append(Path(spec.origin).parent)
     digest = hashlib.sha256(__version__.encode())
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(p for p in folder.rglob("*") if p.suffix in _SOURCES):
             digest.update(path.relative_to(folder).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

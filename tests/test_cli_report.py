@@ -208,6 +208,14 @@ BAD = {
     "verify dtype": (("verify", "--dtype", "fp8"), "--dtype 'fp8' is unknown; use fp32 or bf16"),
     "verify layers": (("verify", "--layers", "0"), "--layers must be at least 1, got 0"),
     "verify model": (("verify", "--model", "kimi-k3"), "verify runs --model shrunk only"),
+    "soak time": (("bench", "soak", "--minutes", "nan"), "--minutes nan: give a time above 0"),
+    "soak ranks": (("bench", "soak", "--ranks", "-3"), "--ranks -3: needs at least 1"),
+    "stack kernels": (("bench", "stack", "--toy", "--kernels", "auto@x"), "--kernels 'auto@x'"),
+    "stack layers": (("bench", "stack", "--toy", "--layers", "-1"), "--layers -1: give at least"),
+    "stack out": (
+        ("bench", "stack", "--toy", "--out", "no/such/x"),
+        "there is no folder 'no/such'",
+    ),
     "strict": (
         (*REPORT, "--layers", "2", "--pattern", "replicated_mlp", "--strict"),
         "strict: replicated_mlp at layers.1.block_sparse_moe is skipped: not feature-local",

@@ -37,6 +37,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"tp_size": 4, "token_range": (-1, 3)}, ["token_range", "-1"]),
     ({"tp_size": 4, "token_range": (1.5, 3)}, ["token_range", "1.5"]),
     ({"tp_size": 4, "max_tokens": 0}, ["max_tokens", "0"]),
+    ({"tp_size": 4, "max_tokens": 2**31}, ["max_tokens", "at most 2147483647"]),
     ({"tp_size": 4, "release_weights": 1}, ["release_weights", "1"]),
     ({"tp_size": 4, "strict": "yes"}, ["strict", "'yes'"]),
     ({"tp_size": 4, "hardware": 200}, ["hardware", "200"]),

@@ -395,3 +395,8 @@ def test_the_sum_takes_whole_pieces_only() -> None:
     assert not rank_sum._fits(parts[:, :, :12], None)
     assert not rank_sum._fits(parts.float(), None)
     assert not rank_sum._fits(parts[:, :0], None)
+
+
+def test_the_sum_keeps_float64() -> None:
+    parts, bias = torch.randn(3, 4, 8).double(), torch.randn(16).double()[::2]
+    assert torch.equal(rank_sum.add(parts, bias), (parts[0] + parts[1]) + parts[2] + bias)

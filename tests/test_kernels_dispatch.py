@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,16 @@ import sp_passes
 from sp_passes import SPConfig, SPError
 from sp_passes.bench import plot
 from sp_passes.cli import bench_kernels
-from sp_passes.ops import copy_engine, features, gather_engine, kernels, symmetric, tuned
+from sp_passes.ops import (
+    copy_engine,
+    features,
+    gather_engine,
+    hopper,
+    kernels,
+    symmetric,
+    tuned,
+    unfused,
+)
 from sp_passes.ops.kernels import Call, choose
 
 CALL = Call("ag_gemm", "cuda", torch.bfloat16, 6288, 7168, 4096, 2)
@@ -87,21 +97,36 @@ def test_table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ((9, 0), "gemm_rs", 7168, 768, 2, "bfloat16")
     tuned.write(path, {other: ((64, "unfused"),)})
     assert tuned.read(path) == {key: ((4096, "copy_engine"),), other: ((64, "unfused"),)}
+    shipped = SPConfig(tp_size=2).digest()
     monkeypatch.setenv(tuned.VARIABLE, str(path))
     monkeypatch.setattr(tuned, "capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    tuned.table.cache_clear()
+    tuned.named.cache_clear()
     try:
         assert tuned.winner(CALL) == "copy_engine"
         assert choose(CALL, "auto").name == "copy_engine"
+        assert SPConfig(tp_size=2).digest() != shipped, "ranks with other tables would not notice"
     finally:
-        tuned.table.cache_clear()
+        tuned.named.cache_clear()
 
 
-def test_bad_table_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "capability"),
+        ({"op": "gemm_xy"}, "no op 'gemm_xy'; there are ag_gemm"),
+        ({"op": "gemm_rs", "buckets": [[64, "triton"]]}, "gemm_rs has no kernel 'triton'"),
+        ({"buckets": [[64, "unfused"], [64, "hopper"]]}, "64 follows 64"),
+        ({"buckets": [[-1, "unfused"]]}, "-1 follows 0"),
+        ({"n": 1e400}, "infinity"),
+    ],
+)
+def test_bad_table_file(tmp_path: Path, changes: dict[str, Any] | None, message: str) -> None:
+    row = {"capability": [9, 0], "op": "ag_gemm", "n": 8, "k": 8, "tp_size": 2,
+           "dtype": "bfloat16", "buckets": [[64, "unfused"]]}  # fmt: skip
     path = tmp_path / "table.json"
-    path.write_text('[{"op": 1}]')
-    with pytest.raises(SPError, match="is no kernel table"):
+    path.write_text(json.dumps([{"op": 1} if changes is None else {**row, **changes}]))
+    with pytest.raises(SPError, match=f"is no kernel table.*{message}"):
         tuned.read(path)
 
 
@@ -212,10 +237,24 @@ def test_gemm_rs_schedule(streams: None) -> None:
     assert {entry[1] for entry in peers.log if entry[0] == "wait"} == {0, 2, 3}
 
 
+def test_rows_that_are_added_do_not_change_the_dtype(
+    solo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a kernel does not add them itself; the compiled graph relies on it."""
+    row = kernels.Kernel("narrow", "gemm_rs", unfused.gemm_rs, lambda call: None)
+    monkeypatch.setattr("sp_passes.ops.choose", lambda call, name: row)
+    x, weight = torch.randn(4, 6, dtype=torch.bfloat16), torch.randn(8, 6, dtype=torch.bfloat16)
+    rows = torch.randn(4, 8)
+    made = torch.ops.sp_passes.gemm_rs(x, weight, rows, "L1", None, solo.group_name, 1)
+    assert made.dtype == torch.bfloat16
+
+
 def test_no_workspace_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "_capturing", lambda: True)
     with pytest.raises(SPError, match=r"has a workspace of 0 bytes and this call needs 64"):
         symmetric.workspace(SimpleNamespace(group_name="captured"), torch.device("cuda"), 64)
+    with pytest.raises(SPError, match=r"capture; run the largest step that takes this kernel"):
+        hopper.workspace(SimpleNamespace(group_name="captured"), torch.device("cuda"), 64, 1)
 
 
 def test_no_symmetric_memory_falls_back_once(
@@ -225,13 +264,17 @@ def test_no_symmetric_memory_falls_back_once(
         raise RuntimeError("peer access is not supported\nbetween these devices")
 
     monkeypatch.setattr(symmetric, "SymmetricPeers", refuse)
-    monkeypatch.setattr(symmetric, "_unusable", {})
+    for name in ("_unusable", "_workspaces"):
+        monkeypatch.setattr(symmetric, name, {})
     group: Any = SimpleNamespace(group_name="far apart")
     for _ in range(2):
         assert symmetric.workspace(group, torch.device("cuda"), 64) is None
     assert len(caplog.records) == 1
     assert "far apart, its ops run unfused: peer access" in caplog.records[0].getMessage()
-    assert symmetric._unusable[group.group_name] == "peer access is not supported"
+    assert symmetric._unusable[group.group_name, None] == (group, "peer access is not supported")
+    monkeypatch.setattr(symmetric, "SymmetricPeers", lambda *args: SimpleNamespace(nbytes=64))
+    later: Any = SimpleNamespace(group_name="far apart")
+    assert symmetric.workspace(later, torch.device("cuda"), 64) is not None, "another group"
 
 
 def test_too_few_signal_words_fall_back(
@@ -277,7 +320,7 @@ def test_a_larger_call_keeps_the_old_buffer(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(symmetric, "_workspaces", {})
     monkeypatch.setattr(symmetric, "_kept", [])
     group: Any = SimpleNamespace(group_name="grows")
-    for nbytes in (64, 32, 128):
+    for nbytes in (64, 32, 65, 66, 128):  # a step of one token more does not keep a buffer more
         symmetric.workspace(group, torch.device("cuda"), nbytes)
     assert made == [64, 128]
     assert [old.nbytes for old in symmetric._kept] == [64]

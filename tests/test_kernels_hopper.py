@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_passes.ops import hopper, nvrtc
+from sp_passes.ops import hopper, hopper_widths, nvrtc
 from sp_passes.ops.kernels import Call, choose
+from sp_passes.version import code_digest
 
 SOURCE = Path(hopper.__file__).parent / "cuda"
 WRAPPERS = """
@@ -146,7 +148,7 @@ def test_a_source_that_is_wrong_says_so() -> None:
 
 
 def test_shared_memory_suffices() -> None:
-    for ranks, widths in ((0, hopper.WIDTHS), (8, hopper.WIDTHS_BACK)):
+    for ranks, widths in ((0, hopper_widths.WIDTHS), (8, hopper_widths.WIDTHS_BACK)):
         for width in widths:
             stages = dict(hopper.macros_of(width, False, ranks))["STAGES"]
             sent = 128 * width * 2 if ranks else 0
@@ -155,18 +157,20 @@ def test_shared_memory_suffices() -> None:
 
 
 def test_widths_fill_the_last_wave() -> None:
-    assert hopper.width_for(1, 1024, (6288,), 7168, 132) == 192  # two full waves
-    assert hopper.width_for(1, 1024, (1536,), 7168, 132) == 96  # one
-    assert hopper.width_for(1, 1 << 19, (8192,), 7168, 132) == 256
-    assert hopper.width_back(4096, 7168, 132) == 256
+    assert hopper_widths.width_for(1, 1024, (6288,), 7168, 132) == 192  # two full waves
+    assert hopper_widths.width_for(1, 1024, (1536,), 7168, 132) == 96  # one
+    assert hopper_widths.width_for(1, 1 << 19, (8192,), 7168, 132) == 256
+    assert hopper_widths.width_back(4096, 7168, 132) == 256
 
 
 def test_own_rows_fill_the_time_until_others_come() -> None:
     """Eight rows of tiles in all: of 240 columns they make one wave, half of it waiting."""
-    waiting = hopper.seconds(2, 512, (3648,), 7168, 132, 240)
-    chosen = hopper.width_for(2, 512, (3648,), 7168, 132)
-    assert chosen < 160 and hopper.seconds(2, 512, (3648,), 7168, 132, chosen) < 0.8 * waiting
-    assert hopper.width_for(1, 1024, (3648,), 7168, 132) == 240
+    waiting = hopper_widths.seconds(2, 512, (3648,), 7168, 132, 240)
+    chosen = hopper_widths.width_for(2, 512, (3648,), 7168, 132)
+    assert (
+        chosen < 160 and hopper_widths.seconds(2, 512, (3648,), 7168, 132, chosen) < 0.8 * waiting
+    )
+    assert hopper_widths.width_for(1, 1024, (3648,), 7168, 132) == 240
 
 
 def call(**other: Any) -> Call:
@@ -203,6 +207,41 @@ def test_operands_that_fit() -> None:
     assert hopper.fits(x, [weight] * 5, [None] * 5, [True] * 5) is False
     assert hopper.fits(x, [weight], [vector.float()], [True]) is False
     assert hopper.fits(x[:0], [weight], [None], [True]) is False
+    assert hopper.fits(x, [weight[:0]], [None], [True]) is False
+    odd = torch.zeros(17, dtype=torch.bfloat16)[1:]
+    assert hopper.fits(x, [weight], [odd], [True]) is False
+
+
+def test_where_rows_lie_decides_nothing() -> None:
+    """Another rank's may lie elsewhere, and both must take the same kernel."""
+    flat = torch.arange(65, dtype=torch.float32).bfloat16()
+    moved = hopper.copy_engine.aligned(flat[1:].view(4, 16))
+    assert moved.data_ptr() % 16 == 0 and torch.equal(moved.flatten(), flat[1:])
+    kept = flat[:64].view(4, 16)
+    assert hopper.copy_engine.aligned(kept) is kept
+
+
+def test_without_nvrtc_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an error in the middle of a step: ``auto`` then takes another kernel."""
+    bindings = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def lost() -> None:
+        raise RuntimeError("libnvrtc.so.13 was not found\nanywhere")
+
+    monkeypatch.setattr(bindings, "nvrtcVersion", lost)
+    assert "cannot be loaded: libnvrtc.so.13 was not found" in str(nvrtc.missing.__wrapped__())
+
+
+def test_the_half_is_read_in_front_of_a_barrier_of_the_block() -> None:
+    """Afterwards the thread that leaves last may change it, while another warp still pushes."""
+    source = (SOURCE / "hopper.cu").read_text()
+    for entry in ("ag_gemm", "gemm_rs"):
+        body = source[source.index(f"{entry}(const __grid_constant__") :]
+        body = body[: body.index("\n}")]
+        read, leaves = body.index("half_of(c)"), body.index("leave(c, half)")
+        barriers = [at for at in range(len(body)) if body.startswith(("arrange(", "__syncthr"), at)]
+        assert body.count("half_of(c)") == 1 and any(read < at < leaves for at in barriers)
+    assert source.count("half_of(c)") == 2
 
 
 def test_what_does_not_fit_goes_to_the_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +254,37 @@ def test_what_does_not_fit_goes_to_the_copy_engine(monkeypatch: pytest.MonkeyPat
     hopper.ag_gemm(x, [odd], [None], [True], SimpleNamespace(), 2)
     hopper.gemm_rs(x, odd, None, True, SimpleNamespace(), 2)
     assert asked == ["ag_gemm", "gemm_rs"]
+
+
+def test_the_kernels_are_part_of_what_ranks_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with other sources of a protocol would wait for each other."""
+    before = code_digest.__wrapped__()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p.name == "hopper.cu"))
+    assert code_digest.__wrapped__() != before
+
+
+def test_a_call_that_could_not_be_prepared_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next one would find arguments without weights, and launch them."""
+    peers = object.__new__(hopper.Peers)
+    peers.rank, peers.size, peers.device, peers.programs, peers.half_bytes = 0, 2, 0, 4, 1024
+    peers.slots, peers.counters, peers.control = [16, 32], [48, 64], torch.zeros(4)
+    peers.launches, peers.rehearse = {}, 0
+    launched: list[int] = []
+    kernel = SimpleNamespace(launch=lambda *args: launched.append(1))
+    monkeypatch.setattr(hopper, "code", lambda *args: kernel)
+    monkeypatch.setattr(hopper._private, "raw_stream", lambda device: 0)
+
+    def refuse(*args: Any) -> bytes:
+        raise nvrtc.SPError("a tensor map was refused")
+
+    x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)
+    for maps, launches in ((refuse, 0), (refuse, 0), (lambda *args: bytes(128), 1)):
+        monkeypatch.setattr(hopper, "_map", maps)
+        for call in (
+            lambda: hopper.gather_products(x, [weight], [None], peers),
+            lambda: hopper.product_reduce(x, weight, None, peers),
+        ):
+            with nullcontext() if launches else pytest.raises(nvrtc.SPError, match="refused"):
+                call()
+    assert launched == [1, 1] and len(peers.launches) == 2

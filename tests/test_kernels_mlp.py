@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import Rank
 from torch import Tensor
 
 from sp_passes import ShardingError, SPError
-from sp_passes.ops import mlp
+from sp_passes.ops import decode, mlp
 from sp_passes.ops.decode import Activation
 
 ours = torch.ops.sp_passes
@@ -90,6 +91,14 @@ def test_refuses_other_layouts(solo: Any, cuts: tuple[str, str], message: str) -
 def test_refuses_an_unknown_activation(solo: Any) -> None:
     with pytest.raises(SPError, match="activation 'gelu' is unknown"):
         call(torch.randn(3, K), ("gelu", 1.0, None), solo.group_name, 1)
+
+
+def test_one_shot_takes_whole_rows_only() -> None:
+    """Its kernels read weights by their address: a part in place would give other numbers."""
+    x: Any = SimpleNamespace(is_cuda=True, shape=(2, 64), dtype=torch.bfloat16)
+    w1, w2 = torch.zeros(256, 64).bfloat16(), torch.zeros(64, 256).bfloat16()
+    assert mlp._why_not(x, w1, w2[:, :128].contiguous(), 2) == decode.triton_missing()
+    assert "strides (64, 1) and (256, 1)" in str(mlp._why_not(x, w1, w2[:, :128], 2))
 
 
 def test_one_shot_says_why_not(solo: Any) -> None:

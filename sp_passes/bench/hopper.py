@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import hopper
+from ..ops import hopper, hopper_widths
 from .timing import host_us, relative_error, replay_us, versions
 
 Row = dict[str, Any]
@@ -91,13 +91,13 @@ def check() -> list[Row]:
         lambda: check_ag(1, 128, [256], 64, 256),
         lambda: check_ag(1, 256, [256], 512, 256),
         lambda: check_ag(1, 1000, [2112], 7168, None),
-        *(lambda w=w: check_ag(2, 300, [1544], 712, w) for w in hopper.WIDTHS),
+        *(lambda w=w: check_ag(2, 300, [1544], 712, w) for w in hopper_widths.WIDTHS),
         lambda: check_ag(8, 1, [1536], 7168, None),
         lambda: check_ag(8, 7, [1536, 64, 8], 7168, None, bias=True),
         lambda: check_ag(4, 513, [640, 136], 1032, 192, bias=True),
         lambda: check_ag(8, 1024, [3648], 7168, None),
         lambda: check_ag(2, 260, [1536], 768, None, **half),
-        *(lambda w=w: check_rs(2, 300, 1544, 712, w) for w in hopper.WIDTHS_BACK),
+        *(lambda w=w: check_rs(2, 300, 1544, 712, w) for w in hopper_widths.WIDTHS_BACK),
         lambda: check_rs(2, 1300, 1544, 712, None),
         lambda: check_rs(3, 1100, 264, 712, 128),
         lambda: check_rs(8, 1, 7168, 768, None),
@@ -150,11 +150,11 @@ def product_row(op: str, n: int, k: int, m: int, cuts: Sequence[Cut]) -> Row:
     if op == "ag":
         (out,) = call(*usual)()
         assert relative_error(out, x.double() @ weight.double().t()) < 1e-2
-    tall = size * -(-rows // hopper.BM)
+    tall = size * -(-rows // hopper_widths.BM)
     return {
         "op": op, "n": n, "k": k, "tokens": m, "mm_us": round(both, 1), "us": round(chosen, 1),
-        "width": hopper.width_for(size, rows, (n,), k, peers.programs) if op == "ag"
-        else hopper.width_back(tall, n, peers.programs),
+        "width": hopper_widths.width_for(size, rows, (n,), k, peers.programs) if op == "ag"
+        else hopper_widths.width_back(tall, n, peers.programs),
         "cuts": {f"{width}, {group}": round(t, 1) for (width, group), t in us.items()},
         "ratio": round(both / chosen, 3), "best": round(both / min(chosen, *us.values()), 3)
         if us else None,
@@ -164,7 +164,7 @@ def product_row(op: str, n: int, k: int, m: int, cuts: Sequence[Cut]) -> Row:
 def product(every: bool, ops: Sequence[str]) -> list[Row]:
     rows = []
     for op in ops:
-        widths = hopper.WIDTHS if op == "ag" else hopper.WIDTHS_BACK
+        widths = hopper_widths.WIDTHS if op == "ag" else hopper_widths.WIDTHS_BACK
         for n, k in AG_SHAPES if op == "ag" else RS_SHAPES:
             for m in TOKENS:
                 cuts = [(w, 8 if op == "ag" else 4) for w in widths if m <= 4096 or w >= 144]

@@ -31,6 +31,8 @@ from .timing import versions
 
 LIMIT = 60.0
 BATCH = 25
+NO_NUMBER = 1e9
+"""Stands for an error that is NaN or infinite, which JSON does not have."""
 
 
 # --- the rank ---------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def _count(
     if not worst <= BOUNDS[drawn.dtype]:
         failures.append(f"error {worst:.1e}: {drawn.text(seed)}")
     scaled = worst / BOUNDS[drawn.dtype]
-    found.worst = max(found.worst, scaled) if scaled == scaled else float("inf")
+    found.worst = max(found.worst, min(scaled, NO_NUMBER) if scaled == scaled else NO_NUMBER)
 
 
 def _all_stop(place: Place, mine: bool) -> bool:
@@ -111,7 +113,7 @@ def run(
 
     Returns:
         ``{"calls", "failures", "counts": {"op kernel": {"calls", "replays", "worst"}}}``, ``worst``
-        in parts of the dtype's bound, over all ranks.
+        in parts of the dtype's bound, over all ranks (``NO_NUMBER`` where it is none).
 
     Raises:
         RankError: a call hung (``notify`` was told which), or a rank died.

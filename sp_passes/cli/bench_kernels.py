@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def run(asked: Asked, as_json: bool) -> None:
     from ..bench import kernels as measure
 
     what = chosen(asked)
+    for option, path in (("--write", asked.write), ("--plot", asked.plot), ("--save", asked.save)):
+        writable(option, path)
     with _group() as group, _bar(group) as progress:
         if asked.write is not None and group is None:
             raise SPError(
@@ -63,6 +66,20 @@ def run(asked: Asked, as_json: bool) -> None:
                 asked.save.write_text(json.dumps(result))
         if group is None or group.rank() == 0:
             _report(result, asked, as_json)
+
+
+def writable(option: str, path: Path | None) -> None:
+    """Refuse before anything is measured what could not be written after it.
+
+    Raises:
+        SPError: ``path`` is a folder, or in none.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise SPError(f"{option} {path}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise SPError(f"{option} {path} is a folder; give the name of a file")
 
 
 def chosen(asked: Asked) -> Any:
@@ -129,7 +146,10 @@ def _group() -> Iterator[Any]:
     devices = torch.cuda.device_count()
     torch.cuda.set_device(local % devices)
     if local == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > devices:
-        print(f"{ranks} ranks share {devices} GPUs: only that it runs counts, not the times")
+        print(
+            f"{ranks} ranks share {devices} GPUs: only that it runs counts, not the times",
+            file=sys.stderr,
+        )
     shares = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > devices
     if shares:
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")

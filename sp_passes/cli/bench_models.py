@@ -14,18 +14,47 @@ from ..bench import soak as soaking
 from ..bench import stack as stacking
 from ..bench.parts import HANGS
 from ..errors import SPError
+from ..ops.kernels import kernel_names
 from . import show
-from .bench_kernels import _tokens
+from .bench_kernels import _tokens, writable
 from .progress import step
+
+MOST_MINUTES = 7 * 24 * 60
 
 
 def ranks_of(asked: int | None) -> int:
     """As many as there are GPUs, or two on a CPU."""
+    if asked is not None and asked < 1:
+        raise SPError(f"--ranks {asked}: needs at least 1")
     return asked or torch.cuda.device_count() or 2
+
+
+def variants_of(text: str) -> tuple[str, ...]:
+    """Kernels to compare, each with an optional number of tokens behind ``@``.
+
+    Raises:
+        SPError: there is no such kernel, or that is no number of tokens.
+    """
+    found = tuple(dict.fromkeys(text.split(",")))
+    for one in found:
+        kernel, at, most = one.partition("@")
+        if kernel not in kernel_names() or (at and not _counts(most)):
+            raise SPError(
+                f"--kernels {one!r}: give some of {', '.join(kernel_names())}, or one of them "
+                "with tokens, such as auto@64"
+            )
+    return found
+
+
+def _counts(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) > 0
 
 
 def stack(ranks: int | None, asked: stacking.Asked, out: Path | None, as_json: bool) -> bool:
     size = ranks_of(ranks)
+    if asked.layers < 0:
+        raise SPError(f"--layers {asked.layers}: give at least 1, or 0 for the MLP pair alone")
+    writable("--out", out)
     with step(f"measuring on {size} ranks") as say:
         result = stacking.run(size, asked, notify=lambda rank, text: say(text), save=out)
     if as_json:
@@ -43,8 +72,10 @@ def tokens_of(text: str | None) -> tuple[int, ...]:
 def soak(
     minutes: float, ranks: int | None, seed: int, first: int, small: bool, as_json: bool
 ) -> bool:
-    if minutes <= 0:
-        raise SPError(f"--minutes {minutes:g}: give a time above 0")
+    if not 0 < minutes <= MOST_MINUTES:
+        raise SPError(f"--minutes {minutes:g}: give a time above 0, at most {MOST_MINUTES}")
+    if first < 0:
+        raise SPError(f"--first {first}: calls count from 0")
     size = ranks_of(ranks)
     small = small or not torch.cuda.is_available()
     with step(f"soaking on {size} ranks, seed {seed}") as say:

@@ -325,7 +325,7 @@ def stack(
     from . import bench_models as command
 
     asked = command.stacking.Asked(
-        layers, command.tokens_of(tokens), tuple(kernels.split(",")), pair, toy
+        layers, command.tokens_of(tokens), command.variants_of(kernels), pair, toy
     )
     if not command.stack(ranks, asked, out, json):
         raise typer.Exit(1)

@@ -125,6 +125,12 @@ def linears(graph: fx.Graph) -> dict[fx.Node, Linear]:
     return found
 
 
+def has_products(graph: fx.Graph) -> bool:
+    """Whether the graph has an op that may be a linear, whatever it multiplies."""
+    ops = _ADAPTERS.keys() - {operator.getitem}
+    return any(node.op == "call_function" and node.target in ops for node in graph.nodes)
+
+
 def weight_of(operand: Any, out_first: bool) -> tuple[fx.Node, bool] | None:
     """The weight behind a chain of transposes and leading unit dimensions.
 

@@ -164,7 +164,7 @@ def _gemm_rs(
     chosen = choose(call, kernel)
     if bias is not None and bias.ndim > 1 and not chosen.adds_rows:
         y = chosen.run(x, shard, None, out_first, pg, tp_size, **barred(barrier))
-        return y + bias
+        return (y + bias).to(x.dtype)
     return chosen.run(x, shard, bias, out_first, pg, tp_size, **barred(barrier))
 
 

@@ -97,6 +97,13 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def aligned(x: Tensor) -> Tensor:
+    """As :func:`_flat`, at a 16-byte address: where a tensor lies may differ between the ranks,
+    which have to choose alike."""
+    flat = _flat(x)
+    return flat.clone() if flat.data_ptr() % 16 else flat
+
+
 def _cut(rows: Tensor, pieces: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
     return [rows] if len(pieces) == 1 else [rows[start:stop] for start, stop in pieces]
 

@@ -12,7 +12,7 @@ unfused at most 1.23 times the measured one (GB300, published rows: 1.22). Those
 nothing was measured at four or eight, so the margin is twice that. Outside these the error is not
 known, so nothing is picked: other machines, below 4,096 tokens, above 32,768, 32-bit inputs,
 ``gemm_gather``. ``host`` is what the calls of the copy engine take outside CUDA graphs
-(``bench/NOTES.md``: 230 µs at eight ranks with a product for each), which short ones would wait for.
+(``bench/NOTES.md``: 230 µs at eight ranks with a product for each); short ones would wait for it.
 
 Decided once for each (op, n, k, ranks, dtype, bucket) and kept; the ranks decide alike, as all
 that goes in is equal on machines of one name.

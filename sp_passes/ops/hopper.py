@@ -9,6 +9,10 @@
 Against ``triton_gemm`` a tile may have any multiple of 8 columns, so that the tiles of a call
 fill its last wave; nothing but the one kernel is launched, and the two halves of the buffer
 take turns, so that a call needs no barrier (``cuda/hopper.cu`` says why that is safe).
+
+A kernel whose peer has not come after ``SPIN_SECONDS`` ends itself; PyTorch then reports an
+"unspecified launch failure" on this rank. All of its blocks must be resident at once, so nothing
+that waits for other ranks may run beside it on another stream.
 """
 
 from __future__ import annotations
@@ -16,26 +20,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import _private
 from ..errors import SPError
-from . import copy_engine, nvrtc, symmetric, tuned, unfused
+from . import copy_engine, nvrtc, one_shot, symmetric, tuned, unfused
 from .decode import DTYPES
+from .hopper_widths import BM, width_back, width_for
 from .kernels import Call, register_kernel
 
-BM, BK = 128, 64
+BK = 64
 MOST_WEIGHTS, MOST_RANKS, MOST_PIECES = 4, 8, 256
 MOST_ROWS = MOST_PIECES * BM
-SPIN_SECONDS = 600
+SPIN_SECONDS = 600  # as long as a collective of NCCL may take by default
 _SHARED = 232448  # bytes that a block may have
-WIDTHS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 96)
-WIDTHS_BACK = (256, 192, 128)
-"""Columns of a tile of ag_gemm, and of gemm_rs, which sends panels of 64."""
 _HOST_MAPS = 8192
 
 
@@ -68,6 +69,14 @@ class Arguments(ctypes.Structure):
     )
 
 
+class Launch(NamedTuple):
+    """What calls with the same weights and number of rows share; the rest is put in each time."""
+
+    made: Arguments
+    packed: nvrtc.Arguments
+    kernel: nvrtc.Kernel
+
+
 class Peers:
     """The group's buffers as the kernels see them.
 
@@ -91,27 +100,24 @@ class Peers:
         self.slots, self.counters = list(slots), list(counters)
         self.stream = _private.raw_stream_getter()
         self.kept: Any = None
-        self._calls: dict[Any, tuple[Arguments, nvrtc.Arguments, nvrtc.Kernel]] = {}
+        self.launches: dict[tuple[Any, ...], Launch] = {}
         self.rehearse = 0
 
-    def arguments(
-        self, key: tuple[Any, ...], entry: str, rows: int, k: int, width: int, fp16: bool
-    ) -> tuple[tuple[Arguments, nvrtc.Arguments, nvrtc.Kernel], bool]:
-        """The arguments of calls with this key, and whether they are new."""
-        found = self._calls.get(key)
-        if found is not None:
-            return found, False
-        if len(self._calls) >= _HOST_MAPS:
-            self._calls.clear()
+    def launch(self, entry: str, rows: int, k: int, width: int, fp16: bool) -> Launch:
+        """The kernel, and its arguments without those that the weights and ``x`` decide."""
         made = Arguments()
         made.slots[: self.size], made.counters[: self.size] = self.slots, self.counters
         made.half_bytes, made.control = self.half_bytes, self.control.data_ptr()
         made.rank, made.size, made.rows, made.k = self.rank, self.size, rows, k
         made.rehearse = self.rehearse
         ranks = self.size if entry == "gemm_rs" else 0
-        found = made, nvrtc.Arguments(made), code(width, fp16, ranks, self.device)
-        self._calls[key] = found
-        return found, True
+        return Launch(made, nvrtc.Arguments(made), code(width, fp16, ranks, self.device))
+
+    def keep(self, key: tuple[Any, ...], filled: Launch) -> None:
+        """For the next calls with this key; what could not be filled must not be found."""
+        if len(self.launches) >= _HOST_MAPS:
+            self.launches.clear()
+        self.launches[key] = filled
 
     def half(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A copy of the half that the last call used, as ``shape``."""
@@ -157,47 +163,6 @@ def code(width: int, fp16: bool, ranks: int, device: int) -> nvrtc.Kernel:
     entry = "gemm_rs" if ranks else "ag_gemm"
     macros = macros_of(width, fp16, ranks)
     return nvrtc.kernel("hopper", entry, macros, _SHARED, device, instruction(width, fp16))
-
-
-# Fitted to one and two H200 (bench/NOTES.md): seconds for a column and a feature of a tile, columns
-# that a tile's rows and its end cost besides, seconds until the first rows of a peer are here, and
-# bytes a second from all peers together.
-_COLUMN, _EXTRA, _LATENCY, _LINK = BM * 2 / 6.0e12, 20, 5e-6, 210e9
-
-
-@lru_cache(maxsize=4096)
-def width_back(tall: int, n: int, programs: int) -> int:
-    """Columns of a tile of gemm_rs, for ``tall`` rows of tiles: those of the shortest waves."""
-    return min(WIDTHS_BACK, key=lambda w: -(-tall * -(-n // w) // programs) * (w + _EXTRA))
-
-
-@lru_cache(maxsize=4096)
-def width_for(size: int, rows: int, ns: tuple[int, ...], k: int, programs: int) -> int:
-    """Columns of a tile of ag_gemm, for ``rows`` of each rank and weights of ``ns`` features.
-
-    The schedule of the kernel is played through: a tile starts when the one before it has ended
-    and its rows are here. Few wide tiles fill all multiprocessors, but only once the peers' rows
-    have come; narrower ones can use the time until then for the own rows.
-    """
-    return min(WIDTHS, key=lambda width: seconds(size, rows, ns, k, programs, width))
-
-
-def seconds(
-    size: int, rows: int, ns: tuple[int, ...], k: int, programs: int, width: int, group: int = 8
-) -> float:
-    """How long ag_gemm is thought to take with tiles of ``width`` columns."""
-    tall, wide = -(-rows // BM), sum(-(-n // width) for n in ns)
-    tile = np.arange(size * tall * wide)
-    chunk, inside = np.divmod(tile, tall * wide)
-    first = inside // (group * wide) * group
-    row = first + inside % (group * wide) % np.minimum(tall - first, group)
-    bytes_before = ((chunk - 1) * rows + np.minimum((row + 1) * BM, rows)) * k * 2
-    here = np.where(chunk > 0, _LATENCY + bytes_before / _LINK, 0.0)
-    end = np.zeros(programs)
-    for start in range(0, len(tile), programs):
-        wave = here[start : start + programs]
-        end[: len(wave)] = np.maximum(end[: len(wave)], wave) + (width + _EXTRA) * k * _COLUMN
-    return float(end.max())
 
 
 @lru_cache(maxsize=_HOST_MAPS)
@@ -266,13 +231,15 @@ def gather_products(
         width = width_for(peers.size, rows, ns, k, peers.programs)
     given = [_address(t) for t in (*weights, *biases)]
     key = ("ag", rows, width, group, fp16, *given)
-    (made, packed, kernel), new = peers.arguments(key, "ag_gemm", rows, k, width, fp16)
-    if new:
+    found = peers.launches.get(key)
+    made, packed, kernel = found or peers.launch("ag_gemm", rows, k, width, fp16)
+    if found is None:
         _weights(made, weights, biases, width)
         made.group, made.unit = group, unit_of(rows * k * 2)
         for half in range(2):
             base = peers.slots[peers.rank] + half * peers.half_bytes
             _put(made.arrived, _map(base, peers.size * rows, k, k, BM, fp16), 128 * half)
+        peers.keep(key, Launch(made, packed, kernel))
     if made.rows_at != at:
         _put(made.x, _map(at, rows, k, k, BM, fp16))
         made.rows_at = at
@@ -297,11 +264,13 @@ def product_reduce(
         width = width_back(peers.size * -(-rows // BM), n, peers.programs)
     given = _address(weight), None if bias is None else bias.ndim
     key = ("rs", rows, width, group, fp16, given)
-    (made, packed, kernel), new = peers.arguments(key, "gemm_rs", rows, k, width, fp16)
-    if new:
+    found = peers.launches.get(key)
+    made, packed, kernel = found or peers.launch("gemm_rs", rows, k, width, fp16)
+    if found is None:
         _weights(made, [weight], [bias], width)
         made.group = group
         made.bias_step = 0 if bias is None or bias.ndim == 1 else n
+        peers.keep(key, Launch(made, packed, kernel))
     if made.rows_at != at:
         _put(made.x, _map(at, peers.size * rows, k, k, BM, fp16))
         made.rows_at = at
@@ -314,21 +283,14 @@ def product_reduce(
 # --- the group's buffers ----------------------------------------------------------------
 
 _COUNTERS = 2 * MOST_RANKS * MOST_PIECES * 4
-_MODULE = "torch.distributed._symmetric_memory"
 
 
 def for_group(pg: Any, device: torch.device, nbytes: int) -> Peers:
     """Buffers in symmetric memory for calls that move up to ``nbytes``. Collective."""
     half = -(-nbytes // 1024) * 1024
-    buffer = _private._get(_MODULE, "empty")(2 * half + _COUNTERS, dtype=torch.uint8, device=device)
-    handle = _private._get(_MODULE, "rendezvous")(buffer, pg.group_name)
-    buffer[2 * half :].zero_()
-    torch.cuda.synchronize(device)
-    handle.barrier()
-    torch.cuda.synchronize(device)
-    at = [int(address) for address in handle.buffer_ptrs]
+    at, buffer = one_shot.shared(pg, device, 2 * half + _COUNTERS)
     made = Peers(pg.rank(), at, [base + 2 * half for base in at], buffer[: 2 * half], half)
-    made.kept = buffer, handle
+    made.kept = buffer
     return made
 
 
@@ -361,24 +323,23 @@ def why_not(call: Call) -> str | None:
     return nvrtc.missing()
 
 
-def _aligned(tensor: Tensor) -> bool:
-    """16-byte rows and address."""
-    last = tensor.stride(-1) == 1 and tensor.shape[-1] % 8 == 0
-    return last and tensor.data_ptr() % 16 == 0
-
-
 def fits(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out_first: Sequence[bool]
 ) -> bool:
-    """Whether the kernels can read these operands; ``x`` is contiguous."""
+    """Whether the kernels can read these operands; ``x`` is ``copy_engine.aligned``.
+
+    Tensor maps need 16-byte rows and addresses, biases are read two elements at a time.
+    """
     if not 0 < len(weights) <= MOST_WEIGHTS or not all(out_first):
         return False
-    if x.shape[0] == 0 or not _aligned(x):
+    if not x.numel() or x.shape[-1] % 8:
         return False
     for w in weights:
-        if w.dtype != x.dtype or w.shape[0] % 8 or w.stride(0) % 8 or not _aligned(w):
+        sizes = (w.shape[0], w.stride(0), w.data_ptr() // 2)
+        if w.dtype != x.dtype or not w.numel() or w.stride(1) != 1 or any(s % 8 for s in sizes):
             return False
-    return all(b is None or (b.dtype == x.dtype and b.is_contiguous()) for b in biases)
+    vectors = [b for b in biases if b is not None]
+    return all(b.dtype == x.dtype and b.is_contiguous() and b.data_ptr() % 4 == 0 for b in vectors)
 
 
 def workspace(pg: Any, device: torch.device, nbytes: int, tokens: int) -> Peers | None:
@@ -396,7 +357,7 @@ def ag_gemm(
     gathered: bool = True,
 ) -> list[Tensor]:
     """As ``unfused.ag_gemm``. It needs no barrier of its own or of others."""
-    flat = copy_engine._flat(x)
+    flat = copy_engine.aligned(x)
     if flat.shape[0] > MOST_ROWS or not fits(flat, weights, biases, out_first):
         return copy_engine.ag_gemm(x, weights, biases, out_first, pg, tp_size, barrier, gathered)
     peers = workspace(pg, x.device, tp_size * flat.numel() * 2, tp_size * x.shape[0])
@@ -422,7 +383,7 @@ def gemm_rs(
     barrier: bool = False,
 ) -> Tensor:
     """As ``unfused.gemm_rs``. It needs no barrier of its own or of others."""
-    flat = copy_engine._flat(x)
+    flat = copy_engine.aligned(x)
     rows = flat.shape[0] // tp_size
     if not 0 < rows <= MOST_ROWS or not fits(flat, [weight], [bias], [out_first]):
         return copy_engine.gemm_rs(x, weight, bias, out_first, pg, tp_size, barrier)

@@ -87,6 +87,17 @@ def kernel_names() -> tuple[str, ...]:
     return ("auto", *sorted({name for _, name in _TABLE}))
 
 
+def names_of(op: str) -> tuple[str, ...]:
+    """Of the kernels that ``op`` has.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    if op not in OPS:
+        raise ValueError(f"there is no op {op!r}; there are {', '.join(OPS)}")
+    return tuple(name for known, name in _TABLE if known == op)
+
+
 def has_kernel(target: Any, name: str) -> bool:
     """Whether a kernel of that name was registered for the op ``target``."""
     return (str(getattr(target, "__name__", "")).partition(".")[0], name) in _TABLE
@@ -106,7 +117,10 @@ def choose(call: Call, requested: str) -> Kernel:
             raise SPError(f"no kernel {requested!r} for {call.op}; there are {kernel_names()}")
         reason = rows[0].why_not(call)
         if reason is not None:
-            raise SPError(f"kernel {requested!r} does not support {call}: {reason}")
+            raise SPError(
+                f"kernel {requested!r} does not support {_text(call)}: {reason}; kernels='auto' "
+                "takes one that does"
+            )
         return rows[0]
     usable = [k for k in rows if k.why_not(call) is None]
     measured = tuned.winner(call)
@@ -114,6 +128,12 @@ def choose(call: Call, requested: str) -> Kernel:
         if kernel.name == measured:
             return kernel
     return max(usable, key=lambda k: (k.preference, k.name))
+
+
+def _text(call: Call) -> str:
+    weight = f" with weights [{call.n}, {call.k}]" if call.k else f" of {call.n} features"
+    dtype = str(call.dtype).removeprefix("torch.")
+    return f"{call.op}{weight}, {call.tokens} tokens on {call.tp_size} ranks, {dtype}"
 
 
 register_kernel("unfused", "ag_gemm", unfused.ag_gemm)

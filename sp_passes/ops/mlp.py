@@ -145,6 +145,8 @@ def _why_not(x: Tensor, w1: Tensor, w2: Tensor, tp_size: int) -> str | None:
         return f"{tokens} tokens on {tp_size} ranks; it is for 1 to {DECODE_TOKENS} on several"
     if not x.dtype == w1.dtype == w2.dtype:
         return f"the dtypes {x.dtype}, {w1.dtype}, {w2.dtype} differ"
+    if not (w1.is_contiguous() and w2.is_contiguous()):
+        return f"weights with strides {w1.stride()} and {w2.stride()}, it reads whole rows"
     return decode.why_not(tokens, x.shape[1], w2.shape[1], w2.shape[0], x.dtype)
 
 

@@ -27,6 +27,10 @@ def missing() -> str | None:
         from cuda.bindings import driver, nvrtc  # noqa: F401
     except ImportError as err:
         return f"it is compiled with cuda-bindings, which cannot be imported: {err}"
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as err:  # cuda-bindings looks for the library at the first call
+        return f"it is compiled by NVRTC, which cannot be loaded: {str(err).splitlines()[0]}"
     return None
 
 

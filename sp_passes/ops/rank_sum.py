@@ -90,7 +90,11 @@ def _fits(parts: Tensor, bias: Tensor | None) -> bool:
 
 
 def add(parts: Tensor, bias: Tensor | None) -> Tensor:
-    """``[ranks, rows, n]`` -> ``[rows, n]``: rank 0 first, in float32, ``bias [n]`` last."""
+    """``[ranks, rows, n]`` -> ``[rows, n]``: rank 0 first, ``bias [n]`` last, rounded once.
+
+    In float32, float64 in its own.
+    """
+    bias = None if bias is None else bias.contiguous()
     if parts.is_cuda and why_not() is None and _fits(parts, bias):
         fp16 = parts.dtype == torch.float16
         launch = _launch(parts.shape[0], bias is not None, fp16, parts.device.index)
@@ -98,9 +102,9 @@ def add(parts: Tensor, bias: Tensor | None) -> Tensor:
             out = parts.new_empty(parts.shape[1:])
             launch(parts, bias, out)
             return out
-    if parts.is_cuda and triton_missing() is None:
+    if parts.is_cuda and parts.element_size() <= 4 and triton_missing() is None:
         return add_in_rank_order(parts, bias)
-    total = parts[0].to(torch.float32, copy=True)
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
     return (total if bias is None else total + bias).to(parts.dtype)

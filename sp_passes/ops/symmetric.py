@@ -4,8 +4,9 @@
 One workspace serves every layer and all ops of a group. Its size comes from the largest call
 so far, scaled to ``SPConfig.max_tokens`` where that is given (:func:`expect`), so that one step
 of any size before a capture is enough. It grows outside CUDA graph capture (every rank makes
-the same calls, so all grow together); :func:`reserve` sizes it by hand. Buffers that captured
-graphs may use stay allocated.
+the same calls, so all grow together), to twice its size at least: buffers that captured graphs
+may use stay allocated, and all of them together take no more than the last. :func:`reserve`
+sizes it by hand.
 
 Calls of one group must come in one order on every rank, on one stream or ordered by events.
 Reuse is safe without a second half: each call opens with a barrier of the group on the side
@@ -219,8 +220,8 @@ class SymmetricPeers(Streams):
 
 # By group name and kind, with the group: a later group may have the name of one that is gone.
 _workspaces: dict[tuple[str, Any], tuple[Any, Any]] = {}
+_unusable: dict[tuple[str, Any], tuple[Any, str]] = {}
 _kept: list[Any] = []
-_unusable: dict[str, str] = {}
 _most_tokens: dict[str, int] = {}
 
 
@@ -250,24 +251,26 @@ def workspace(
         found = None
     if found is not None and found.nbytes >= nbytes:
         return found
-    if name in _unusable:
+    if _unusable.get((name, make), (None, ""))[0] is pg:
         return None
     if _capturing():
         have = found.nbytes if found is not None else 0
+        other = "call sp_passes.ops.symmetric.reserve(group, max_tokens, features, dtype) or "
         raise SPError(
             f"group {name!r} has a workspace of {have} bytes and this call needs {nbytes}: it "
-            "cannot be allocated inside a CUDA graph capture; call sp_passes.ops.symmetric."
-            "reserve(group, max_tokens, features, dtype) or run the largest step once before"
+            f"cannot be allocated inside a CUDA graph capture; {'' if make else other}"
+            "run the largest step that takes this kernel once before"
         )
     if tokens:
         nbytes = -(-nbytes * max(tokens, _most_tokens.get(name, 0)) // tokens)
+    if found is not None:
+        nbytes = max(nbytes, 2 * found.nbytes)
     try:
         made = _made(make or SymmetricPeers, pg, device, nbytes)
     except (RuntimeError, SPError) as err:
-        _unusable[name] = str(err).splitlines()[0]
-        log.warning(
-            "no symmetric memory for group %s, its ops run unfused: %s", name, _unusable[name]
-        )
+        why = str(err).splitlines()[0]
+        _unusable[name, make] = pg, why
+        log.warning("no symmetric memory for group %s, its ops run unfused: %s", name, why)
         return None
     if found is not None:
         _kept.append(found)
@@ -289,6 +292,8 @@ def _made(make: Any, pg: Any, device: torch.device, nbytes: int) -> Any:
 
 def reserve(pg: Any, max_tokens: int, features: int, dtype: torch.dtype) -> bool:
     """Size the group's workspace for calls of up to ``max_tokens`` global tokens. Collective.
+
+    That of the copy engine and the Triton kernels; other kernels make theirs at their first call.
 
     Args:
         features: most features that are gathered or reduced (``k`` of ag_gemm, ``n`` of gemm_rs).

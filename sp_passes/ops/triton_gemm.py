@@ -182,7 +182,7 @@ def ag_gemm(
     gathered: bool = True,
 ) -> list[Tensor]:
     """As ``unfused.ag_gemm``. Every call opens with a barrier, so ``barrier`` changes nothing."""
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    flat = copy_engine.aligned(x)
     if not x.numel() or not all(fits(flat, w) for w in weights):
         return copy_engine.ag_gemm(x, weights, biases, out_first, pg, tp_size, barrier, gathered)
     nbytes = tp_size * x.numel() * x.element_size()

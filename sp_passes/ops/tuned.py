@@ -6,8 +6,8 @@ lists ``(most tokens, kernel)`` in rising order. Measured on real links only
 (``sp_passes.bench.kernels``); results are in ``sp_passes/bench/results``. A key without an
 entry is estimated (``estimated``), with a margin for all that the model is known to be wrong by;
 a collective alone (``k`` 0: ``all_gather``, ``reduce_scatter``) is not, and runs unfused.
-A JSON file that the bench wrote extends the table: SP_PASSES_KERNEL_TABLE names it. Every
-rank must read the same file, since the ranks of a group must choose alike.
+A JSON file that the bench wrote extends the table: SP_PASSES_KERNEL_TABLE names it. The ranks
+of a group must choose alike, so its entries are part of the plan that they compare.
 """
 
 from __future__ import annotations
@@ -100,11 +100,20 @@ def capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-@cache
 def table() -> dict[Key, Buckets]:
-    """The shipped entries and, over them, those of the file that the environment names."""
+    """The shipped entries and, over them, those of :func:`named`."""
+    return {**MEASURED, **named()}
+
+
+@cache
+def named() -> dict[Key, Buckets]:
+    """Entries of the file that the environment names; none without one.
+
+    Raises:
+        SPError: as :func:`read`.
+    """
     path = os.environ.get(VARIABLE)
-    return {**MEASURED, **(read(Path(path)) if path else {})}
+    return read(Path(path)) if path else {}
 
 
 def winner(call: Call) -> str | None:
@@ -167,15 +176,28 @@ def read(path: Path) -> dict[Key, Buckets]:
         SPError: the file is missing or no such table.
     """
     try:
-        return dict(_entry(row) for row in json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as err:
+        rows = json.loads(path.read_text())
+        if not isinstance(rows, list):
+            raise TypeError(f"a list of entries is wanted, this is a {type(rows).__name__}")
+        return dict(_entry(row) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise SPError(f"{path} is no kernel table of sp_passes.bench.kernels: {err}") from None
 
 
 def _entry(row: dict[str, Any]) -> tuple[Key, Buckets]:
+    """A row of a file, checked: a name that no kernel has would choose another one silently."""
+    from .kernels import names_of
+
     major, minor = row["capability"]
     key = (
         (int(major), int(minor)), str(row["op"]), int(row["n"]), int(row["k"]),
         int(row["tp_size"]), str(row["dtype"]),
     )  # fmt: skip
-    return key, tuple((int(most), str(name)) for most, name in row["buckets"])
+    buckets = tuple((int(most), str(name)) for most, name in row["buckets"])
+    known = names_of(key[1])
+    for below, (most, name) in zip((0, *(most for most, _ in buckets)), buckets, strict=False):
+        if name not in known:
+            raise ValueError(f"{key[1]} has no kernel {name!r}; there are {', '.join(known)}")
+        if most <= below:
+            raise ValueError(f"{key[1]}: tokens must rise from above 0, {most} follows {below}")
+    return key, buckets

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from . import (  # noqa: F401
+    rules_attention,
     rules_collective,
     rules_index,
     rules_matmul,

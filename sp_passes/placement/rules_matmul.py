@@ -10,6 +10,7 @@ from torch import fx
 from .context import Op, RuleError
 from .registry import register
 from .rules_pointwise import Operand, add_up, operand, operands
+from .sizes import equal
 from .state import PARTIAL, REPLICATE, State, same_segments, shard
 
 CLASSIC = (
@@ -141,6 +142,92 @@ def _scaled(op: Op) -> State:
     return _with_bias(op, op.arg("bias"), state)
 
 
+def _scaled_by_recipe(op: Op) -> State:
+    """_scaled_mm_v2(a, b, scales of a, …, scales of b, …): also one scale a block of features."""
+    a, b = (operand(op, n) for n in op.args[:2])
+    state = product(op, a, b, "mk,kn->mn")
+    for scale in operands(op, [*op.arg("scale_a"), *op.arg("scale_b")]):
+        if scale.state.is_replicate and all(equal(n, 1) for n in scale.shape):
+            continue
+        if state.is_partial or (len(scale.shape) != 2 and state.dim is not None):
+            raise RuleError(
+                f"{scale.name} is {scale.state} beside a product that is {state}",
+                "one number for the whole matrix",
+                "the scales of blocks belong to elements of other ranks",
+            )
+        add_up([scale, Operand("the product", op.out, state)], op.out)
+    return _with_bias(op, op.arg("bias"), state)
+
+
+def _by_row_scale(op: Op) -> State:
+    """_weight_int8pack_mm(x, weight [n, k], scales [n])."""
+    x, w, scales = (operand(op, n) for n in op.args[:3])
+    state = product(op, x, w, "mk,nk->mn")
+    if not state.is_partial:
+        return add_up([scales, Operand("the product", op.out, state)], op.out)
+    if not scales.state.is_replicate:
+        raise RuleError(op.describe(scales.node), "Replicate()", "they scale Partial() values")
+    return state
+
+
+def _activated(op: Op) -> State:
+    """_addmm_activation: the product is activated with its bias."""
+    state = _plus("mk,kn->mn")(op)
+    if state.is_partial:
+        raise RuleError("a product that is Partial()", "whole features", "it is activated at once")
+    return state
+
+
+_GROUPED = {
+    (2, 3): ("mk,gkn->mn", "mg"),
+    (3, 3): ("gmk,gkn->gmn", ""),
+    (2, 2): ("mk,kn->gmn", "k"),
+    (3, 2): ("gmk,kn->mn", "gn"),
+}
+"""Of ``_grouped_mm`` by the operands' dimensions: its labels, and those that groups cut."""
+
+
+def _grouped(op: Op) -> State:
+    """A product for each group; ``offs`` says where along a dimension a group ends."""
+    a, b = (operand(op, n) for n in op.args[:2])
+    labels, cut = _GROUPED[len(a.shape), len(b.shape)]
+    for arg, names in zip((a, b), labels.split("->")[0].split(","), strict=True):
+        if arg.state.dim is not None and names[arg.state.dim] in cut:
+            raise RuleError(
+                f"{arg.name} is {arg.state}",
+                "that dimension whole",
+                "the groups' bounds are positions in the whole of it, or groups of other ranks",
+            )
+    for name in ("offs", "bias"):
+        if op.arg(name) is not None and not op.state(op.arg(name)).is_replicate:
+            raise RuleError(op.describe(op.arg(name)), "Replicate()", "every group needs all of it")
+    state = product(op, a, b, labels)
+    if op.arg("bias") is not None and state != REPLICATE:
+        raise RuleError(op.describe(op.arg("bias")), "no bias", f"the product is {state}")
+    return state
+
+
+def _convolution(op: Op) -> State:
+    """Sharded by samples; or by channels that are convolved each by itself (depthwise)."""
+    x, w = (operand(op, n) for n in op.args[:2])
+    bias, channels = op.arg("bias"), x.shape[1]
+    others = [op.state(n) for n in (w.node, bias) if n is not None]
+    if all(s.is_replicate for s in others):
+        if x.state.is_partial and bias is None:
+            return PARTIAL
+        if x.state.dim == 0 or x.state.is_replicate:
+            return shard(0, x.state.segments) if x.state.dim == 0 else REPLICATE
+    apart = equal(op.arg("groups"), channels) and equal(w.shape[0], channels)
+    alike = all(s.dim == 0 and same_segments(s.segments, x.state.segments)[1] for s in others)
+    if x.state.dim == 1 and apart and alike and not op.arg("transposed"):
+        return x.state
+    raise RuleError(
+        f"{x.name} is {x.state} and {w.name} is {w.state}",
+        "samples sharded, or channels that are convolved each by itself, with their weights",
+        "a convolution mixes positions and the channels of a group",
+    )
+
+
 def _attention(op: Op) -> State | tuple[State, ...]:
     """sdpa family: query, key and value sharded alike along batch or heads.
 
@@ -183,9 +270,16 @@ register("baddbmm", _plus("bmk,bkn->bmn"))
 register("linear", _linear)
 register("matmul", _matmul)
 register("_scaled_mm", _scaled)
+register("_scaled_mm_v2", _scaled_by_recipe)
+register("_int_mm", _of("mk,kn->mn"))
+register("_weight_int8pack_mm", _by_row_scale)
+register("_addmm_activation", _activated)
+register("_grouped_mm", _grouped)
+register("convolution", _convolution)
 register(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
+    "_scaled_dot_product_fused_attention_overrideable",
     _attention,
 )

@@ -109,7 +109,21 @@ def _clash(a: Operand, b: Operand, meaning: str) -> RuleError:
 
 
 def _nonlinear(op: Op) -> State:
-    args = operands(op)
+    return _elementwise(operands(op), op.out)
+
+
+def _foreach(op: Op) -> States:
+    """``_foreach_*``: the i-th result is made of the i-th element of each list."""
+    given = [*op.args, *op.node.kwargs.values()]
+    out = []
+    for i, value in enumerate(op.node.meta["val"]):
+        row = [a[i] if isinstance(a, (tuple, list)) else a for a in given]
+        args = operands(op, [a for a in row if isinstance(a, fx.Node)])
+        out.append(_elementwise(args, tuple(value.shape)))
+    return tuple(out)
+
+
+def _elementwise(args: list[Operand], out: Sizes) -> State:
     for arg in args:
         if arg.state.is_partial:
             raise _refuse(
@@ -117,7 +131,7 @@ def _nonlinear(op: Op) -> State:
                 "a reduce-scatter or all-reduce before it",
                 "the op is not linear, so its value of the sum is not the sum of its values",
             )
-    return broadcast(args, op.out)
+    return broadcast(args, out)
 
 
 def add_up(args: list[Operand], out: Sizes, number: Any = None) -> State:
@@ -251,12 +265,38 @@ def _lifted(op: Op) -> State:
     return op.state(source)
 
 
+_DRAWN = {
+    *("aten::bernoulli", "aten::binomial", "aten::cauchy", "aten::dropout", "aten::exponential"),
+    *("aten::geometric", "aten::log_normal", "aten::native_dropout", "aten::normal"),
+    *("aten::normal_functional", "aten::poisson", "aten::rand_like", "aten::randint_like"),
+    *("aten::randn_like", "aten::random", "aten::rrelu", "aten::uniform", "aten::_fused_dropout"),
+}
+"""Ops that draw each element by itself, the tensors they are given lying beside it."""
+
+
 def _random(op: Op) -> States:
+    """Of rows of its own a rank may draw its own numbers, where it draws element by element.
+
+    Other ops with the tag (attention, recurrent nets, multinomial) mix elements.
+    """
     args = operands(op)
-    if any(a.state.dim is not None for a in args):
-        return spread(op, _nonlinear(op))
+    if any(a.state.dim is not None for a in args) and op.name.removesuffix("_") in _DRAWN:
+        value = op.node.meta["val"]
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        return spread(op, _elementwise(args, tuple(first.shape)))
     raise RuleError(
         "random numbers", "values that every rank can draw alike", "ranks draw different ones"
+    )
+
+
+def _multinomial(op: Op) -> State:
+    """Each row of a matrix is drawn from by itself."""
+    source = op.args[0]
+    state = op.state(source)
+    if state.dim == 0 and len(op.shape(source)) == 2:
+        return state
+    raise RuleError(
+        f"{op.describe(source)}, drawn from", "Shard(0) of a matrix", "ranks draw different numbers"
     )
 
 
@@ -273,6 +313,7 @@ def _cumulative_free(op: Op) -> State:
 
 register("tag::pointwise", _nonlinear)
 register("tag::random", _random, plain=False)
+register("multinomial", _multinomial, plain=False)
 register("add sub rsub", _add)
 register("mul", _scale)
 register("div true_divide", _divide)
@@ -298,6 +339,14 @@ register("bucketize searchsorted", _cumulative_free)
 register(
     "silu gelu relu mish hardswish softplus leaky_relu elu isin clip clamp pow glu_jvp "
     "prims::add prims::mul prims::sub prims::div prims::exp prims::rsqrt prims::where "
-    "prims::maximum prims::minimum prims::pow prims::abs prims::sqrt prims::tanh prims::fma",
+    "prims::maximum prims::minimum prims::pow prims::abs prims::sqrt prims::tanh prims::fma "
+    "complex polar",
     _nonlinear,
+)
+register(
+    "_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_abs _foreach_exp _foreach_neg "
+    "_foreach_sqrt _foreach_rsqrt _foreach_sigmoid _foreach_tanh _foreach_maximum "
+    "_foreach_minimum _foreach_clamp_min _foreach_clamp_max _foreach_pow _foreach_addcmul "
+    "_foreach_addcdiv _foreach_lerp _foreach_reciprocal",
+    _foreach,
 )

@@ -256,6 +256,45 @@ def _untouched(argument: str) -> Any:
     return rule
 
 
+def _unfold(op: Op) -> State:
+    """unfold(x, dimension, size, step): windows along it, their elements in a new last one."""
+    source = op.args[0]
+    if op.state(source).dim == wrap(op.args[1], len(op.shape(source))):
+        raise _lost(op, source, "takes windows that reach into other ranks' parts")
+    return op.state(source)
+
+
+def _diagonal(op: Op) -> State:
+    source = op.args[0]
+    state = op.state(source)
+    if state.dim is None:
+        return state
+    gone = [wrap(op.arg(name), len(op.shape(source))) for name in ("dim1", "dim2")]
+    if state.dim in gone:
+        raise _lost(op, source, "looks at positions, which are local")
+    return moved(state, state.dim - sum(d < state.dim for d in gone))
+
+
+def _pairs(op: Op) -> State:
+    """view_as_complex, imag: one element of the last two, or one of each."""
+    source = op.args[0]
+    state = op.state(source)
+    if "view_as" in op.name and state.dim == len(op.shape(source)) - 1:
+        raise _lost(op, source, "joins the elements of the last dimension")
+    return state if state.constant in (None, 0) else REPLICATE
+
+
+def _glu(op: Op) -> State:
+    """One half of a dimension, times the sigmoid of the other half."""
+    source = op.args[0]
+    state = op.state(source)
+    if state.is_partial:
+        raise RuleError(op.describe(source), "a reduced value", "the op is not linear")
+    if state.dim is not None and state.dim == wrap(op.arg("dim", -1), len(op.shape(source))):
+        raise _lost(op, source, "multiplies one half of the dimension by the other")
+    return state if state.constant is None else REPLICATE
+
+
 def _triangle(op: Op) -> State:
     source = op.args[0]
     state = op.state(source)
@@ -302,7 +341,11 @@ register("split split_with_sizes split_copy split_with_sizes_copy", _split)
 register("chunk tensor_split unbind unbind_copy", _split)
 register("cat concat", _cat)
 register("stack", _stack)
-register("flip roll", _untouched("dims"))
+register("flip roll prims::rev", _untouched("dims"))
+register("unfold unfold_copy", _unfold)
+register("diagonal diagonal_copy", _diagonal)
+register("view_as_complex imag", _pairs)
+register("glu", _glu)
 register("tril triu", _triangle)
 register("repeat", _repeat)
 register("constant_pad_nd", _pad)

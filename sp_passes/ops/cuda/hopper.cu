@@ -17,22 +17,15 @@
 // Macros: BN columns of a tile (a multiple of 8; gemm_rs of 64), STAGES tiles in flight, RANKS of the
 // group or 0 for ag_gemm, FP16, SPIN_NS the longest wait for a peer. `mma`, the matrix instruction
 // for BN columns, comes from ops/hopper.py, as does CALL_BYTES.
+#include "instructions.h"
 #include "schedule.h"
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr int BM = 128, BK = 64, PUSHERS = 3, MOST_WEIGHTS = 4, MOST_RANKS = 8;
 constexpr int MOST_PIECES = 256;
 constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;
 constexpr int ACC = BN / 2;  // of one thread
 
-struct alignas(64) TensorMap {
-    unsigned char opaque[128];
-};
-
-// The same fields, in the same order, as hopper.Call.
+// The same fields, in the same order, as hopper.Arguments.
 struct Call {
     TensorMap x, arrived[2], weight[MOST_WEIGHTS];
     u16 *out[MOST_WEIGHTS];
@@ -45,81 +38,6 @@ struct Call {
 };
 
 static_assert(sizeof(Call) == CALL_BYTES, "hopper.Arguments has other fields");
-
-// ---- instructions ------------------------------------------------------------------------
-__device__ inline u32 shared_of(const void *p) { return u32(__cvta_generic_to_shared(p)); }
-
-__device__ inline void bar_init(u32 bar, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ inline void bar_expect(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
-                 : "memory");
-}
-__device__ inline void bar_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ inline void bar_wait(u32 bar, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred p;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra done;\nbra again;\ndone:\n}" ::"r"(bar), "r"(parity)
-        : "memory");
-}
-__device__ inline void load_tile(u32 to, const TensorMap *map, int k, int row, u32 bar) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row)
-        : "memory");
-}
-__device__ inline void fetch_map(const TensorMap *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-__device__ inline u64 now() {
-    u64 ns;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-    return ns;
-}
-// Until `counter` is at least `want`; then what was counted may be read, by TMA also.
-__device__ inline void wait_for(const u32 *counter, u32 want) {
-    const u64 start = now();
-    for (u32 seen = 0;;) {
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (seen >= want) break;
-        if (now() - start > SPIN_NS) asm volatile("trap;");
-    }
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-// One warp: what all its lanes have stored is there for whoever sees the counter go up.
-__device__ inline void count_in(const u32 *counter) {
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-        asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ inline u64 descriptor(u32 address) {  // K-major, swizzle of 128 bytes
-    return u64((address & 0x3ffff) >> 4) | u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
-}
-__device__ inline u32 pack(float low, float high) {
-    u32 both;
-#ifdef FP16
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
-__device__ inline float2 unpack(u32 both) {
-#ifdef FP16
-    float low, high;
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-        : "=f"(low), "=f"(high)
-        : "r"(both));
-    return {low, high};
-#else
-    return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
-#endif
-}
 
 // ---- what a block has --------------------------------------------------------------------
 struct Block {
@@ -255,29 +173,6 @@ __device__ inline void add_bias(const Call &c, Columns to, float (&d)[ACC]) {
         }
 }
 
-__device__ inline void store16(void *to, const u32 (&v)[4]) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-__device__ inline void store16_shared(u32 to, const u32 (&v)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]),
-                 "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-__device__ inline void load16_shared(u32 from, u32 (&v)[4]) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(from)
-                 : "memory");
-}
-__device__ inline void load16(const void *from, u32 (&v)[4]) {  // written by a peer meanwhile
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "l"(from)
-                 : "memory");
-}
-
 // One thread of each block, once the block waits for nobody any more. The last one makes this half
 // of the counters ready for the next call but one.
 __device__ inline void leave(const Call &c, int half) {
@@ -297,9 +192,9 @@ __device__ inline int half_of(const Call &c) {
 // ---- AG-GEMM -----------------------------------------------------------------------------
 #if !RANKS
 // One warp of PUSHERS in each block: its share of the own rows.
-__device__ inline void push_rows(const Call &c, const Pushes &all, int pusher) {
+__device__ inline void push_rows(const Call &c, const Pushes &all, int half, int pusher) {
     constexpr int AHEAD = 8, STEP = 512;
-    const int half = half_of(c), total = all.to_one_peer() * (c.size - 1);
+    const int total = all.to_one_peer() * (c.size - 1);
     const u64 slot = half * c.half_bytes + u64(c.rank) * all.bytes;
     for (int q = blockIdx.x + pusher * gridDim.x; q < total; q += gridDim.x * PUSHERS) {
         const Push p = push_of(q, all);
@@ -323,6 +218,9 @@ __device__ inline void push_rows(const Call &c, const Pushes &all, int pusher) {
 extern "C" __global__ void __launch_bounds__(384, 1) ag_gemm(const __grid_constant__ Call c) {
     extern __shared__ unsigned char raw[];
     if (threadIdx.x == 0) fetch_map(&c.x), fetch_map(&c.weight[0]);
+    // By all warps in front of a barrier: the thread that leaves last changes it for all blocks,
+    // and may do so while a warp of its own block has not pushed yet.
+    const int half = half_of(c);
     const Block s = arrange(raw, 0);
     const int tall = (c.rows + BM - 1) / BM, wide = c.cols[c.weights - 1];
     const int tiles = c.size * tall * wide;
@@ -331,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) ag_gemm(const __grid_consta
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
         if (threadIdx.x == 0) {
-            const int half = half_of(c);
             for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
                 const Tile tile = tile_of(t, tall, wide, c.group);
                 const int source = source_of(tile.chunk, c.rank, c.size);
@@ -342,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) ag_gemm(const __grid_consta
             }
             leave(c, half);
         } else if (threadIdx.x >= 32 && c.size > 1 && !c.rehearse) {
-            push_rows(c, all, threadIdx.x / 32 - 1);
+            push_rows(c, all, half, threadIdx.x / 32 - 1);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
