@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """AG-GEMM and GEMM-RS in one launch each, in CUDA C++ for compute capability 9.0.
 
-    ag_gemm   a thread of each block pushes its share of the rows to the peers, while the block
+    ag_gemm   three warps of each block push its share of the rows to the peers, while the block
               multiplies: own rows first, then those of each peer as they arrive
-    gemm_rs   a block stores its tiles of the product where their owner will add them, this
-              rank's rows last: such a tile is added to the peers' parts as it is computed
+    gemm_rs   they push the block's tiles of the product to where their owner will add them; tiles
+              that this rank owns take turns with those, and are added to the peers' parts
 
 Against ``triton_gemm`` a tile may have any multiple of 8 columns, so that the tiles of a call
 fill its last wave; nothing but the one kernel is launched, and the two halves of the buffer
