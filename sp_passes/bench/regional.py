@@ -3,7 +3,7 @@
 
     python -m sp_passes.bench.regional --ranks 2 --out FILE
 
-Layers that look like vLLM's (``vllm.stand_in``), with the widths of Kimi-K3's shared experts.
+Layers that look like vLLM's (``vllm_stand_in``), with the widths of Kimi-K3's shared experts.
 The route shards their MLPs after loading; the model itself stays eager, in inference mode, and is
 captured by hand for several batch sizes. Every rank has tokens of its own.
 """
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..models.ops import situ
 from ..ranks import run_ranks
-from ..vllm import stand_in
+from . import vllm_stand_in as stand_in
 from .devices import Place, collectives, environment, join
 from .timing import relative_error, versions
 

@@ -63,8 +63,8 @@ def installed(pg: Any) -> Iterator[None]:
 
 def session(model: nn.Module, tp_size: int, max_tokens: int) -> Any:
     """A worker's session around a loaded ``model``, inside :func:`installed`."""
-    from .config import Options
-    from .session import Session
+    from ..vllm.config import Options
+    from ..vllm.session import Session
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
