@@ -182,8 +182,8 @@ def call(**other: Any) -> Call:
     ("other", "reason"),
     [
         ({"device": "cpu"}, "the tensors are on cpu"),
-        ({"tp_size": 1}, "2 to 8 ranks, these are 1"),
-        ({"tp_size": 16}, "these are 16"),
+        ({"tp_size": 1}, "one rank has no peers"),
+        ({"tp_size": 16}, "up to 8 ranks, these are 16"),
         ({"dtype": torch.float32}, "takes bfloat16 and float16"),
     ],
 )

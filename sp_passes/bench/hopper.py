@@ -69,11 +69,11 @@ def check_ag(
             "error": error, "same": same, "clean": clean}  # fmt: skip
 
 
-def check_rs(size: int, rows: int, n: int, k: int, width: int | None, bias: int = 0) -> Row:
+def check_rs(size: int, rows: int, n: int, k: int, width: int | None, bias: bool = False) -> Row:
     """What is stored for peer p comes back as the part of rank p."""
     peers = hopper.loop_back(DEVICE, size, rows, n)
     weight, error = draw(n, k) / k**0.5, 0.0
-    vector = (None, draw(n), draw(rows, n))[bias]
+    vector = draw(n) if bias else None
     for _ in range(5):
         x = draw(size * rows, k)
         out = hopper.product_reduce(x, weight, vector, peers, width)
@@ -101,8 +101,8 @@ def check() -> list[Row]:
         lambda: check_rs(2, 1300, 1544, 712, None),
         lambda: check_rs(3, 1100, 264, 712, 128),
         lambda: check_rs(8, 1, 7168, 768, None),
-        lambda: check_rs(8, 7, 7168, 768, None, 1),
-        lambda: check_rs(4, 513, 1032, 1536, 192, 2),
+        lambda: check_rs(8, 7, 7168, 768, None, True),
+        lambda: check_rs(4, 513, 1032, 1536, 192, True),
         lambda: check_rs(8, 1024, 7168, 768, None),
     ]  # fmt: skip
     rows = []

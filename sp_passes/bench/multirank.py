@@ -35,6 +35,7 @@ from ..ops.decode import MAX_TOKENS
 from ..ops.kernels import _TABLE
 from . import multirank_collectives
 from .decode import SITU, activation
+from .multirank_collectives import draw, nap
 from .timing import relative_error, versions
 
 Row = dict[str, Any]
@@ -48,11 +49,6 @@ def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _TABLE["ag_gemm", name].run, _TABLE["gemm_rs", back].run
 
 
-def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    made = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=made).to(dtype)
-
-
 class Case:
     """One group, one kernel: draws inputs, runs the op, compares with float64."""
 
@@ -63,15 +59,15 @@ class Case:
 
     def inputs(self, seed: int, rows: int, k: int) -> list[Tensor]:
         """Every rank's ``[rows, k]``, different on each; a NaN in one row, an Inf in another."""
-        all_rows = [_draw(seed * 64 + r, rows, k) for r in range(self.size)]
+        all_rows = [draw(seed * 64 + r, rows, k) for r in range(self.size)]
         if rows > 1:
             all_rows[1][0, 3] = float("nan")
             all_rows[0][rows - 1, 4] = float("inf")
         return all_rows
 
     def ag_row(self, seed: int, rows: int, n: int, k: int, bias: bool) -> Row:
-        weights = [_draw(seed + 7, n, k) / k**0.5, _draw(seed + 8, k, 64) / k**0.5]
-        vector = _draw(seed + 9, n) if bias else None
+        weights = [draw(seed + 7, n, k) / k**0.5, draw(seed + 8, k, 64) / k**0.5]
+        vector = draw(seed + 9, n) if bias else None
         xs = self.inputs(seed, rows, k)
         full, out, small = self.ag(
             xs[self.rank], weights, [vector, None], [True, False], self.pg, self.size
@@ -89,11 +85,11 @@ class Case:
 
     def rs_row(self, seed: int, rows: int, n: int, k: int, bias: bool) -> Row:
         """Rank r's addend is its own ``[size * rows, k]`` times its own weight."""
-        xs = [_draw(seed * 64 + r, self.size * rows, k) for r in range(self.size)]
-        ws = [_draw(seed * 64 + 32 + r, n, k) / k**0.5 for r in range(self.size)]
+        xs = [draw(seed * 64 + r, self.size * rows, k) for r in range(self.size)]
+        ws = [draw(seed * 64 + 32 + r, n, k) / k**0.5 for r in range(self.size)]
         if rows > 1:
             xs[1][0, 3] = float("nan")
-        vector = _draw(seed + 9, n) if bias else None
+        vector = draw(seed + 9, n) if bias else None
         out = self.rs(xs[self.rank], ws[self.rank], vector, True, self.pg, self.size)
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
         ref = torch.zeros(rows, n, dtype=torch.float64, device="cuda")
@@ -109,8 +105,8 @@ class Case:
     def gather_row(self, seed: int, rows: int) -> Row:
         """gemm_gather of q_a + kv_a: everyone's features of the same rows, in logical order."""
         k, segments = 7168, (1536, 576)
-        whole = _draw(seed, sum(segments), k) / k**0.5
-        x = _draw(seed + 1, rows, k)
+        whole = draw(seed, sum(segments), k) / k**0.5
+        x = draw(seed + 1, rows, k)
         layout = ShardLayout(0, segments)
         run = _TABLE["gemm_gather", "copy_engine"].run
         out = run(
@@ -127,8 +123,8 @@ class Case:
     def owner_row(self) -> Row:
         """The same token at another place, owned by another rank, gives the same bits."""
         rows, n, k = 8, 512, 256
-        weight = _draw(100 + self.rank, n, k) / k**0.5
-        x = _draw(500 + self.rank, self.size * rows, k)
+        weight = draw(100 + self.rank, n, k) / k**0.5
+        x = draw(500 + self.rank, self.size * rows, k)
         turned = x.roll(rows, 0)
         there = self.rs(turned, weight, None, True, self.pg, self.size)
         here = self.rs(x, weight, None, True, self.pg, self.size)
@@ -142,15 +138,12 @@ class Case:
     def race_row(self, calls: int, late: float = 0.0) -> Row:
         """Back-to-back calls, other inputs each time, ranks sleeping at random or one late."""
         rows, n, k = 5, 256, 512
-        weight, back = _draw(1, n, k) / k**0.5, _draw(2, k, n) / n**0.5
+        weight, back = draw(1, n, k) / k**0.5, draw(2, k, n) / n**0.5
         noise = random.Random(self.rank)
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for call in range(calls):
-            if late and self.rank == 1:
-                time.sleep(late)
-            elif not late and noise.random() < 0.05:
-                time.sleep(noise.random() * 2e-3)
-            xs = [_draw(call * 64 + r, rows, k) for r in range(self.size)]
+            nap(self.rank, late, noise)
+            xs = [draw(call * 64 + r, rows, k) for r in range(self.size)]
             full, out = self.ag(xs[self.rank], [weight], [None], [True], self.pg, self.size)
             wrong += full.ne(torch.cat(xs)).any()
             y = self.rs(out, back, None, True, self.pg, self.size)
@@ -163,10 +156,10 @@ class Case:
     def graph_row(self, replays: int) -> Row:
         """Capture for two batch sizes in one pool; replay with new inputs and new weights."""
         n, k = 256, 512
-        weight, back = _draw(1, n, k) / k**0.5, _draw(2, k, n) / n**0.5
+        weight, back = draw(1, n, k) / k**0.5, draw(2, k, n) / n**0.5
         pool, graphs = None, []
         for rows in (16, 3):
-            x = _draw(3, rows, k)
+            x = draw(3, rows, k)
             self.step(x, weight, back)
             torch.cuda.synchronize()
             dist.barrier(self.pg)
@@ -178,9 +171,9 @@ class Case:
         wrong = 0
         for replay in range(replays):
             rows, x, y, graph = graphs[replay % 2]
-            x.copy_(_draw(replay * 64 + self.rank, rows, k))
+            x.copy_(draw(replay * 64 + self.rank, rows, k))
             if replay % 10 == 9:
-                weight.copy_(_draw(replay, n, k) / k**0.5)
+                weight.copy_(draw(replay, n, k) / k**0.5)
             graph.replay()
             wrong += not y.equal(self.step(x, weight, back))
         return self._row("graph", 16 * self.size, n, k) | {"replays": replays, "wrong": wrong}
@@ -201,14 +194,14 @@ def one_shot_row(pg: Any, rows: int, calls: int) -> Row:
     k, inner, n = 7168, 6144 // size, 7168
     device = torch.device("cuda", torch.cuda.current_device())
     shot = one_shot.for_group(pg, device, rows, k, n, inner)
-    w1s = [_draw(900 + r, 2 * inner, k) * (2 / k**0.5) for r in range(size)]
-    w2s = [_draw(950 + r, n, inner) / inner**0.5 for r in range(size)]
+    w1s = [draw(900 + r, 2 * inner, k) * (2 / k**0.5) for r in range(size)]
+    w2s = [draw(950 + r, n, inner) / inner**0.5 for r in range(size)]
     noise = random.Random(rank)
     wrong, worst, last = 0, 0.0, None
     for call in range(calls):
         if noise.random() < 0.05:
             time.sleep(noise.random() * 2e-3)
-        x = _draw(call * 64 + rank, rows, k)
+        x = draw(call * 64 + rank, rows, k)
         last = shot.mlp(x, w1s[rank], w2s[rank], SITU)
         if call % 25 == 0:
             ref = sum(
@@ -219,11 +212,11 @@ def one_shot_row(pg: Any, rows: int, calls: int) -> Row:
         wrong += not bool(last.isfinite().all())
     torch.cuda.synchronize()
     dist.barrier(pg)
-    static, graph = _draw(rank, rows, k), torch.cuda.CUDAGraph()
+    static, graph = draw(rank, rows, k), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = shot.mlp(static, w1s[rank], w2s[rank], SITU)
     for replay in range(20):
-        static.copy_(_draw(replay * 64 + rank, rows, k))
+        static.copy_(draw(replay * 64 + rank, rows, k))
         graph.replay()
         wrong += not out.equal(shot.mlp(static, w1s[rank], w2s[rank], SITU))
     return {
@@ -235,9 +228,9 @@ def one_shot_row(pg: Any, rows: int, calls: int) -> Row:
 def op_row(pg: Any, rows: int) -> Row:
     """``sp_passes::ag_mlp_rs`` on full weights: eager, and captured with every call size."""
     size, k, inner, n = pg.size(), 7168, 6144, 7168
-    w1 = _draw(700, 2 * inner, k) * (2 / k**0.5)
-    w2 = _draw(701, n, inner) / inner**0.5
-    x = _draw(pg.rank(), rows, k)
+    w1 = draw(700, 2 * inner, k) * (2 / k**0.5)
+    w2 = draw(701, n, inner) / inner**0.5
+    x = draw(pg.rank(), rows, k)
 
     def step() -> Tensor:
         return torch.ops.sp_passes.ag_mlp_rs(

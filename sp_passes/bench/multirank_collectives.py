@@ -30,9 +30,17 @@ SMALL = ((5, 96), (1, 7168), (33, 40), (2, 8))
 """Rows a rank and features of calls that follow each other, so that slots never line up."""
 
 
-def _draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     made = torch.Generator(device="cuda").manual_seed(seed)
     return torch.randn(*shape, device="cuda", generator=made).to(dtype)
+
+
+def nap(rank: int, late: float, noise: random.Random) -> None:
+    """Before a call: rank 1 comes ``late`` seconds later, or with 0 any rank by up to 2 ms."""
+    if late and rank == 1:
+        time.sleep(late)
+    elif not late and noise.random() < 0.05:
+        time.sleep(noise.random() * 2e-3)
 
 
 def in_rank_order(parts: list[Tensor]) -> Tensor:
@@ -70,7 +78,7 @@ class Collectives:
     def addends(self, seed: int, rows: int, n: int, dtype: torch.dtype) -> list[Tensor]:
         """Every rank's ``[size * rows, n]``."""
         shape = (self.size * rows, n)
-        return [_draw(seed * 64 + r, *shape, dtype=dtype) for r in range(self.size)]
+        return [draw(seed * 64 + r, *shape, dtype=dtype) for r in range(self.size)]
 
     def poison(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """NaN where the result and what arrives will be put."""
@@ -88,7 +96,7 @@ class Collectives:
         dist.barrier(self.pg)
 
     def gather_row(self, seed: int, rows: int, n: int, dtype: torch.dtype) -> Row:
-        xs = [_draw(seed * 64 + r, rows, n, dtype=dtype) for r in range(self.size)]
+        xs = [draw(seed * 64 + r, rows, n, dtype=dtype) for r in range(self.size)]
         xs[1][0, 3], xs[0][rows - 1, 4] = float("nan"), float("inf")
         everyone = torch.cat(xs)
         self.poison(tuple(everyone.shape), dtype)
@@ -133,12 +141,9 @@ class Collectives:
         noise = random.Random(self.rank)
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for call in range(calls):
-            if late and self.rank == 1:
-                time.sleep(late)
-            elif not late and noise.random() < 0.05:
-                time.sleep(noise.random() * 2e-3)
+            nap(self.rank, late, noise)
             rows, n = SMALL[call % len(SMALL)]
-            xs = [_draw(call * 64 + r, rows, n) for r in range(self.size)]
+            xs = [draw(call * 64 + r, rows, n) for r in range(self.size)]
             wrong += self.gather(xs[self.rank]).ne(torch.cat(xs)).any()
             if call % 3:  # so that the kinds alternate, follow each other, and take odd turns
                 parts = self.addends(call + 7, rows, n, torch.bfloat16)
@@ -153,7 +158,7 @@ class Collectives:
         """Graphs of an odd number of calls, two sizes in one pool, replayed in changing order."""
         pool, graphs = None, []
         for rows in (16, 3):
-            x = _draw(3, rows, 96)
+            x = draw(3, rows, 96)
             self._step(x)
             torch.cuda.synchronize()
             dist.barrier(self.pg)
@@ -165,7 +170,7 @@ class Collectives:
         wrong, order = 0, random.Random(5)
         for replay in range(replays):
             rows, x, y, graph = graphs[order.random() < 0.4]
-            xs = [_draw(replay * 64 + r, rows, 96) for r in range(self.size)]
+            xs = [draw(replay * 64 + r, rows, 96) for r in range(self.size)]
             x.copy_(xs[self.rank])
             graph.replay()
             twice = in_rank_order([torch.cat(xs)] * self.size)

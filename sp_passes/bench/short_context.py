@@ -91,29 +91,17 @@ declare_op("sp_passes_bench::first_mla", along((1, 1, None), 1))
 
 
 class FirstKDA(KimiDeltaAttention):
-    """KDA of a context of one token."""
+    """KDA of a context of one token, which has no decay to apply."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.ops.sp_passes_bench.first_kda(
-            self.qkv_proj(x), self.f_b_proj(self.f_a_proj(x)), self.b_proj(x), self.conv1d.weight
-        )
-        normed = self.o_norm(out.view(out.shape[0], -1, self.head_dim)).view(out.shape)
-        return self.o_proj(normed * torch.sigmoid(self.g_proj(x).float()).to(out.dtype))
+    def attention(self, *args: Any) -> Tensor:
+        return torch.ops.sp_passes_bench.first_kda(*args[:4])
 
 
 class FirstMLA(MultiHeadLatentAttention):
     """MLA of a context of one token."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q_latent, kv_latent, k_pe = self.fused_qkv_a_proj(x).split(self.latents, dim=-1)
-        out = torch.ops.sp_passes_bench.first_mla(
-            self.q_b_proj(self.q_a_layernorm(q_latent)),
-            self.kv_b_proj(self.kv_a_layernorm(kv_latent)),
-            k_pe,
-            self.nope_dim,
-            self.v_dim,
-        )
-        return self.o_proj(out * torch.sigmoid(self.g_proj(x).float()).to(out.dtype))
+    def attention(self, *args: Any) -> Tensor:
+        return torch.ops.sp_passes_bench.first_mla(*args)
 
 
 class NoExperts(nn.Module):

@@ -17,7 +17,6 @@ from .devices import Place
 from .timing import capture
 
 REPLICATED = "replicated"
-Us = dict[str, float]
 
 
 def step_us(place: Place, call: Callable[[], Any], rounds: int = 10, burst: int = 3) -> float:

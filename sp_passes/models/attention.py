@@ -7,6 +7,8 @@ head and are whole on every rank, as are the norms.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -60,8 +62,12 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, made)
         self.o_proj = RowParallelLinear(features, hidden, tp, made)
 
+    def attention(self, *args: Any) -> Tensor:
+        """What is neither a projection nor a norm."""
+        return torch.ops.sp_passes_models.kda_attention(*args)
+
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.ops.sp_passes_models.kda_attention(
+        out = self.attention(
             self.qkv_proj(x),
             self.f_b_proj(self.f_a_proj(x)),
             self.b_proj(x),
@@ -99,9 +105,13 @@ class MultiHeadLatentAttention(nn.Module):
         self.g_proj = ColumnParallelLinear(hidden, (heads * self.v_dim,), tp, made)
         self.o_proj = RowParallelLinear(heads * self.v_dim, hidden, tp, made)
 
+    def attention(self, *args: Any) -> Tensor:
+        """What is neither a projection nor a norm."""
+        return torch.ops.sp_passes_models.mla_attention(*args)
+
     def forward(self, x: Tensor) -> Tensor:
         q_latent, kv_latent, k_pe = self.fused_qkv_a_proj(x).split(self.latents, dim=-1)
-        out = torch.ops.sp_passes_models.mla_attention(
+        out = self.attention(
             self.q_b_proj(self.q_a_layernorm(q_latent)),
             self.kv_b_proj(self.kv_a_layernorm(kv_latent)),
             k_pe,

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from . import unfused
-from .kernels import Call, register_kernel
+from .kernels import no_peers, register_kernel
 from .peers import Peers
 from .symmetric import workspace
 
@@ -32,14 +32,6 @@ PIECES = 4
 """Most pieces of a chunk; each has a signal of its own."""
 PIECE_BYTES = 8 << 20
 """A piece takes about 25 µs over NVLink, several times what its signal costs."""
-
-
-def why_not(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"it moves data with GPU copy engines; the tensors are on {call.device}"
-    if call.tp_size == 1:
-        return "one rank has no peers"
-    return None
 
 
 def spans(rows: int, row_bytes: int) -> list[tuple[int, int]]:
@@ -133,4 +125,4 @@ _ROWS: dict[str, Callable[..., Tensor]] = {
     "all_gather": all_gather, "reduce_scatter": reduce_scatter
 }  # fmt: skip
 for _op, _run in _ROWS.items():
-    register_kernel("copy_engine", _op, _run, why_not, preference=-1)
+    register_kernel("copy_engine", _op, _run, no_peers, preference=-1)

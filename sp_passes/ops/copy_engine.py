@@ -15,8 +15,8 @@ chunks whose products read the whole weight for few rows: then one product serve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,17 +24,8 @@ import torch
 from torch import Tensor
 
 from . import rank_sum, unfused
-from .kernels import Call, register_kernel
+from .kernels import no_peers, register_kernel
 from .symmetric import Peers, workspace
-
-
-def why_not(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"it moves data with GPU copy engines; the tensors are on {call.device}"
-    if call.tp_size == 1:
-        return "one rank has no peers"
-    return None
-
 
 # Elements of a product that fill an H100 or H200 once: 132 tiles of 128 x 256.
 _FULL = 132 * 128 * 256
@@ -195,6 +186,18 @@ def copied(arrived: Tensor, own: Tensor, rank: int) -> Tensor:
     return full
 
 
+def results(
+    x: Tensor, tp_size: int, outs: list[Tensor], gathered: Callable[[], Tensor] | None
+) -> list[Tensor]:
+    """What an ag_gemm returns: all ranks' rows, if something makes them, and its products.
+
+    ``outs [tp_size * rows, n]`` get the dimensions of ``x`` between its first and last.
+    """
+    if x.ndim != 2:
+        outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
+    return [x if gathered is None else gathered().view(-1, *x.shape[1:]), *outs]
+
+
 def ag_gemm(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -214,11 +217,8 @@ def ag_gemm(
         return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
     flat = _flat(x)
     arrived, outs = gather_products(flat, weights, biases, out_first, peers)
-    if x.ndim != 2:
-        outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
-    if not gathered:
-        return [x, *outs]
-    return [copied(arrived, flat, peers.rank).view(-1, *x.shape[1:]), *outs]
+    rows = partial(copied, arrived, flat, peers.rank) if gathered else None
+    return results(x, tp_size, outs, rows)
 
 
 def gemm_rs(
@@ -242,5 +242,5 @@ def gemm_rs(
     return out if x.ndim == 2 else out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
 
 
-register_kernel("copy_engine", "ag_gemm", ag_gemm, why_not, -1, may_skip_gathered=True)
-register_kernel("copy_engine", "gemm_rs", gemm_rs, why_not, preference=-1)
+register_kernel("copy_engine", "ag_gemm", ag_gemm, no_peers, -1, may_skip_gathered=True)
+register_kernel("copy_engine", "gemm_rs", gemm_rs, no_peers, preference=-1)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from . import features
-from .copy_engine import _FULL, _flat, _product, spans, why_not
+from .copy_engine import _FULL, _flat, _product, no_peers, spans
 from .kernels import register_kernel
 from .symmetric import Peers, workspace
 
@@ -89,4 +89,4 @@ def gemm_gather(
     return out if x.ndim == 2 else out.view(*x.shape[:-1], sum(segments))
 
 
-register_kernel("copy_engine", "gemm_gather", gemm_gather, why_not, preference=-1)
+register_kernel("copy_engine", "gemm_gather", gemm_gather, no_peers, preference=-1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from ..errors import SPError
 from . import copy_engine, nvrtc, one_shot, symmetric, tuned, unfused
 from .decode import DTYPES
 from .hopper_widths import BM, width_back, width_for
-from .kernels import Call, register_kernel
+from .kernels import Call, no_peers, register_kernel
 
 BK = 64
 MOST_WEIGHTS, MOST_RANKS, MOST_PIECES = 4, 8, 256
@@ -63,7 +63,6 @@ class Arguments(ctypes.Structure):
         ("k", ctypes.c_int),
         ("group", ctypes.c_int),
         ("unit", ctypes.c_int),
-        ("bias_step", ctypes.c_int),
         ("rehearse", ctypes.c_int),
         ("padding", ctypes.c_byte * 64),
     )
@@ -119,13 +118,13 @@ class Peers:
             self.launches.clear()
         self.launches[key] = filled
 
-    def half(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A copy of the half that the last call used, as ``shape``."""
-        count = dtype.itemsize
-        for length in shape:
-            count *= length
-        both = self.mine.view(2, self.half_bytes)[:, :count].view(dtype)
-        return both.index_select(0, self.control[2:3]).view(shape)
+    def gathered(self, own: Tensor) -> Tensor:
+        """A copy of all ranks' rows of the last call, ``[size, rows, k]``; ``own`` were this rank's."""
+        count = self.size * own.numel() * own.element_size()
+        both = self.mine.view(2, self.half_bytes)[:, :count].view(own.dtype)
+        full = both.index_select(0, self.control[2:3]).view(self.size, *own.shape)
+        full[self.rank].copy_(own)
+        return full
 
 
 # --- code -------------------------------------------------------------------------------
@@ -254,22 +253,17 @@ def product_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers,
     width: int | None = None, group: int = 4,
 ) -> Tensor:  # fmt: skip
-    """``x [size * rows, k]`` times the weight ``[n, k]``, added over ranks: ``[rows, n]``.
-
-    ``bias``: ``[n]``, or rows of the result's shape.
-    """
+    """``x [size * rows, k]`` times the weight ``[n, k]``, added over ranks: ``[rows, n]``."""
     rows, k, n = x.shape[0] // peers.size, x.shape[1], weight.shape[0]
     fp16, at = x.dtype == torch.float16, x.data_ptr()
     if width is None:
         width = width_back(peers.size * -(-rows // BM), n, peers.programs)
-    given = _address(weight), None if bias is None else bias.ndim
-    key = ("rs", rows, width, group, fp16, given)
+    key = ("rs", rows, width, group, fp16, _address(weight))
     found = peers.launches.get(key)
     made, packed, kernel = found or peers.launch("gemm_rs", rows, k, width, fp16)
     if found is None:
         _weights(made, [weight], [bias], width)
         made.group = group
-        made.bias_step = 0 if bias is None or bias.ndim == 1 else n
         peers.keep(key, Launch(made, packed, kernel))
     if made.rows_at != at:
         _put(made.x, _map(at, peers.size * rows, k, k, BM, fp16))
@@ -312,10 +306,11 @@ def loop_back(device: torch.device, size: int, rows: int, features: int) -> Peer
 
 
 def why_not(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"it is a GPU kernel; the tensors are on {call.device}"
-    if not 1 < call.tp_size <= MOST_RANKS:
-        return f"it takes 2 to {MOST_RANKS} ranks, these are {call.tp_size}"
+    reason = no_peers(call)
+    if reason:
+        return reason
+    if call.tp_size > MOST_RANKS:
+        return f"it takes up to {MOST_RANKS} ranks, these are {call.tp_size}"
     if call.dtype not in DTYPES:
         return f"dtype {call.dtype}; it takes bfloat16 and float16"
     if torch.cuda.is_available() and tuned.capability() != (9, 0):
@@ -364,13 +359,8 @@ def ag_gemm(
     if peers is None:
         return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
     outs = gather_products(flat, weights, biases, peers)
-    if x.ndim != 2:
-        outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
-    if not gathered:
-        return [x, *outs]
-    full = peers.half((tp_size, *flat.shape), x.dtype)
-    full[peers.rank].copy_(flat)
-    return [full.view(-1, *x.shape[1:]), *outs]
+    rows = partial(peers.gathered, flat) if gathered else None
+    return copy_engine.results(x, tp_size, outs, rows)
 
 
 def gemm_rs(

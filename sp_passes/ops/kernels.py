@@ -77,6 +77,15 @@ def register_kernel(
     choose.cache_clear()
 
 
+def no_peers(call: Call) -> str | None:
+    """Why no kernel that reaches into peers' memory takes the call, or None."""
+    if call.device != "cuda":
+        return f"it needs GPUs that reach each other; the tensors are on {call.device}"
+    if call.tp_size == 1:
+        return "one rank has no peers"
+    return None
+
+
 def barred(barrier: bool) -> dict[str, bool]:
     """The argument for a kernel; only one that may have to wait needs to know of it."""
     return {"barrier": True} if barrier else {}

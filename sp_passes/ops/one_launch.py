@@ -24,7 +24,7 @@ from .. import _private
 from ..errors import SPError
 from . import one_shot, unfused
 from .decode import triton_missing
-from .kernels import Call, register_kernel
+from .kernels import Call, no_peers, register_kernel
 
 log = logging.getLogger("sp_passes")
 
@@ -37,12 +37,9 @@ _BYTES = 2048  # of a program at a time
 
 
 def why_not(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"it is a GPU kernel; the tensors are on {call.device}"
-    if call.tp_size == 1:
-        return "one rank has no peers"
-    if triton_missing():
-        return triton_missing()
+    reason = no_peers(call) or triton_missing()
+    if reason:
+        return reason
     if call.op == "reduce_scatter" and call.dtype not in ADDED:
         return f"dtype {call.dtype}; it adds bfloat16, float16 and float32"
     nbytes = call.tokens * call.n * call.dtype.itemsize

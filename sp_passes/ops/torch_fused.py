@@ -13,15 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import Call, register_kernel
-
-
-def why_not(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"symmetric memory is on CUDA devices; the tensors are on {call.device}"
-    if call.tp_size == 1:
-        return "one rank has no peers"
-    return None
+from .kernels import no_peers, register_kernel
 
 
 def ag_gemm(
@@ -56,5 +48,5 @@ def gemm_rs(
     return y if bias is None else y + bias
 
 
-register_kernel("torch", "ag_gemm", ag_gemm, why_not, preference=-2)
-register_kernel("torch", "gemm_rs", gemm_rs, why_not, preference=-2)
+register_kernel("torch", "ag_gemm", ag_gemm, no_peers, preference=-2)
+register_kernel("torch", "gemm_rs", gemm_rs, no_peers, preference=-2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import copy_engine, tuned, unfused
 from .decode import DTYPES, triton_missing
-from .kernels import Call, register_kernel
+from .kernels import Call, no_peers, register_kernel
 from .mailbox import MOST_PIECES
 from .symmetric import SignalPeers, workspace
 
@@ -87,12 +87,9 @@ def pieces_of(rows: int) -> int:
 
 
 def why_not(call: Call) -> str | None:
-    if call.device != "cuda":
-        return f"it is a GPU kernel; the tensors are on {call.device}"
-    if call.tp_size == 1:
-        return "one rank has no peers"
-    if triton_missing():
-        return triton_missing()
+    reason = no_peers(call) or triton_missing()
+    if reason:
+        return reason
     if call.dtype not in DTYPES:
         return f"dtype {call.dtype}; it takes bfloat16 and float16"
     if torch.cuda.is_available() and tuned.capability() < (9, 0):
@@ -190,10 +187,8 @@ def ag_gemm(
     if peers is None:
         return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
     arrived, outs = gather_products(flat, weights, biases, out_first, peers)
-    outs = [out.view(tp_size * x.shape[0], *x.shape[1:-1], -1) for out in outs]
-    if not gathered:
-        return [x.new_empty(0), *outs]
-    return [copy_engine.copied(arrived, flat, peers.rank).view(-1, *x.shape[1:]), *outs]
+    rows = partial(copy_engine.copied, arrived, flat, peers.rank) if gathered else None
+    return copy_engine.results(x, tp_size, outs, rows)
 
 
 register_kernel("triton", "ag_gemm", ag_gemm, why_not, -3, may_skip_gathered=True)

@@ -34,7 +34,7 @@ struct Call {
     u64 rows_at, half_bytes;
     u32 *control;  // the number of the call, blocks that have finished, the half last used
     int n[MOST_WEIGHTS], cols[MOST_WEIGHTS];  // features; the first column of tiles beyond
-    int weights, rank, size, rows, k, group, unit, bias_step, rehearse;
+    int weights, rank, size, rows, k, group, unit, rehearse;
 };
 
 static_assert(sizeof(Call) == CALL_BYTES, "hopper.Arguments has other fields");
@@ -315,9 +315,8 @@ __device__ inline void add_parts(const Call &c, int half, int first, int column,
             if (c.bias[0])
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
-                    const u16 *bias = c.bias[0] + (long long)(row + e % 2 * 8) * c.bias_step;
-                    const float2 v = unpack(
-                        *reinterpret_cast<const u32 *>(bias + col + e / 2 * 32 + 2 * w));
+                    const u16 *bias = c.bias[0] + col + e / 2 * 32 + 2 * w;
+                    const float2 v = unpack(*reinterpret_cast<const u32 *>(bias));
                     sum[2 * w] += v.x, sum[2 * w + 1] += v.y;
                 }
 #pragma unroll
