@@ -119,7 +119,7 @@ class Peers:
         self.launches[key] = filled
 
     def gathered(self, own: Tensor) -> Tensor:
-        """A copy of all ranks' rows of the last call, ``[size, rows, k]``; ``own`` were this rank's."""
+        """A copy of all rows of the last call, ``[size, rows, k]``; ``own`` were this rank's."""
         count = self.size * own.numel() * own.element_size()
         both = self.mine.view(2, self.half_bytes)[:, :count].view(own.dtype)
         full = both.index_select(0, self.control[2:3]).view(self.size, *own.shape)
