@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_passes.ops import hopper, hopper_widths, nvrtc
+from sp_passes.ops import estimated, hopper, hopper_widths, nvrtc, tuned
 from sp_passes.ops.kernels import Call, choose
 from sp_passes.version import code_digest
 
@@ -191,9 +191,19 @@ def test_why_not(other: dict[str, Any], reason: str) -> None:
     assert reason in str(hopper.why_not(call(**other)))
 
 
-def test_auto_takes_it_only_where_it_was_measured() -> None:
-    assert choose(call(device="cpu"), "auto").name == "unfused"
-    assert hopper.why_not(call()) is None or nvrtc.missing()
+def test_auto_takes_it_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuned, "capability", lambda: (9, 0))
+    monkeypatch.setattr(estimated, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    choose.cache_clear()
+    measured = call(op="gemm_rs", n=7168, k=768, tokens=4096, tp_size=2)
+    try:
+        assert choose(measured, "auto").name == "hopper"
+        for other in ({"tp_size": 4}, {"tokens": 64}, {"k": 776}, {"device": "cpu"}):
+            assert choose(measured._replace(**other), "auto").name != "hopper"
+    finally:
+        choose.cache_clear()
 
 
 def test_operands_that_fit() -> None:
