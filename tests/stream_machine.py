@@ -130,7 +130,7 @@ class Machine:
             self.unmade.discard((rank, call, about[0]))
         elif what == "copy":
             self._copy(rank, call, *about)
-        elif what == "read":
+        elif what == "read" or (what == "peek" and self.words.get(about[1])):
             for src, row in about[0]:
                 found = self.rows.get((rank, src, row))
                 if src != rank and found != call:
@@ -181,8 +181,9 @@ def some_orders(programs: Sequence[Sequence[Step]], count: int, one_queue: bool 
             machine.step(draw.choices(ready, [speeds[i] for i in ready])[0])
 
 
-def as_a_graph(steps: Sequence[Step], draw: random.Random) -> list[Step]:
-    """The steps in an order that streams and events allow, waits as early as they may come."""
+def as_a_graph(steps: Sequence[Step], draw: random.Random, first: int = MAIN) -> list[Step]:
+    """The steps in an order that streams and events allow, those of stream ``first`` as early as
+    they may come."""
     before: list[set[int]] = []
     recorded = {step[3]: i for i, step in enumerate(steps) if step[2] == "record"}
     last: dict[int, int] = {}
@@ -194,6 +195,6 @@ def as_a_graph(steps: Sequence[Step], draw: random.Random) -> list[Step]:
     order: list[int] = []
     while len(order) < len(steps):
         ready = [i for i in range(len(steps)) if i not in order and before[i] <= set(order)]
-        main = [i for i in ready if steps[i][0] == MAIN]
-        order.append(draw.choice(main if main and draw.random() < 0.9 else ready))
+        early = [i for i in ready if steps[i][0] == first]
+        order.append(draw.choice(early if early and draw.random() < 0.9 else ready))
     return [steps[i] for i in order]

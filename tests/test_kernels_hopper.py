@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_passes.ops import estimated, hopper, hopper_widths, nvrtc, tuned
+from sp_passes.ops import estimated, hopper, hopper_code, hopper_widths, nvrtc, tuned
 from sp_passes.ops.kernels import Call, choose
 from sp_passes.version import code_digest
 
@@ -130,30 +130,32 @@ def test_chunks_follow_the_pushes(schedule: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "ranks", "fp16"), [(192, 0, False), (128, 8, False), (96, 0, True)]
+    ("width", "ranks", "fp16", "copies"),
+    [(192, 0, False, False), (128, 8, False, False), (64, 0, True, True), (256, 2, False, True)],
 )
-def test_the_source_compiles(width: int, ranks: int, fp16: bool) -> None:
+def test_the_source_compiles(width: int, ranks: int, fp16: bool, copies: bool) -> None:
     """The struct of arguments has the size that Python fills (a static assertion)."""
     pytest.importorskip("cuda.bindings")
-    macros = hopper.macros_of(width, fp16, ranks)
-    cubin = nvrtc.compile_source("hopper", macros, "sm_90a", hopper.instruction(width, fp16))
-    assert cubin[:4] == b"\x7fELF" and (b"gemm_rs" if ranks else b"ag_gemm") in cubin
+    macros = hopper_code.macros_of(width, fp16, ranks, copies)
+    entry = "gemm_rs" if ranks else "ag_gemm"
+    cubin = nvrtc.compile_source(entry, macros, "sm_90a", hopper_code.instruction(width, fp16))
+    assert cubin[:4] == b"\x7fELF" and entry.encode() in cubin
 
 
 def test_a_source_that_is_wrong_says_so() -> None:
     pytest.importorskip("cuda.bindings")
-    macros = hopper.macros_of(192, False, 0)
-    with pytest.raises(nvrtc.SPError, match=r"NVRTC refused hopper\.cu .*\n.*mma"):
-        nvrtc.compile_source("hopper", macros, "sm_90a")
+    macros = hopper_code.macros_of(192, False, 0)
+    with pytest.raises(nvrtc.SPError, match=r"NVRTC refused ag_gemm\.cu .*\n.*mma"):
+        nvrtc.compile_source("ag_gemm", macros, "sm_90a")
 
 
 def test_shared_memory_suffices() -> None:
     for ranks, widths in ((0, hopper_widths.WIDTHS), (8, hopper_widths.WIDTHS_BACK)):
         for width in widths:
-            stages = dict(hopper.macros_of(width, False, ranks))["STAGES"]
+            stages = dict(hopper_code.macros_of(width, False, ranks))["STAGES"]
             sent = 128 * width * 2 if ranks else 0
             used = 1024 + stages * (128 + width) * 64 * 2 + sent + 8 * (2 * stages + 2)
-            assert stages >= 3 and used <= hopper._SHARED
+            assert stages >= 3 and used <= hopper_code.SHARED
 
 
 def test_widths_fill_the_last_wave() -> None:
@@ -244,14 +246,13 @@ def test_without_nvrtc_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_half_is_read_in_front_of_a_barrier_of_the_block() -> None:
     """Afterwards the thread that leaves last may change it, while another warp still pushes."""
-    source = (SOURCE / "hopper.cu").read_text()
     for entry in ("ag_gemm", "gemm_rs"):
+        source = (SOURCE / f"{entry}.cu").read_text()
         body = source[source.index(f"{entry}(const __grid_constant__") :]
         body = body[: body.index("\n}")]
         read, leaves = body.index("half_of(c)"), body.index("leave(c, half)")
         barriers = [at for at in range(len(body)) if body.startswith(("arrange(", "__syncthr"), at)]
-        assert body.count("half_of(c)") == 1 and any(read < at < leaves for at in barriers)
-    assert source.count("half_of(c)") == 2
+        assert source.count("half_of(c)") == 1 and any(read < at < leaves for at in barriers)
 
 
 def test_what_does_not_fit_goes_to_the_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +271,7 @@ def test_the_kernels_are_part_of_what_ranks_compare(monkeypatch: pytest.MonkeyPa
     """Two ranks with other sources of a protocol would wait for each other."""
     before = code_digest.__wrapped__()
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p.name == "hopper.cu"))
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p.name == "hopper.h"))
     assert code_digest.__wrapped__() != before
 
 
@@ -279,7 +280,7 @@ def test_a_call_that_could_not_be_prepared_leaves_nothing(monkeypatch: pytest.Mo
     peers = object.__new__(hopper.Peers)
     peers.rank, peers.size, peers.device, peers.programs, peers.half_bytes = 0, 2, 0, 4, 1024
     peers.slots, peers.counters, peers.control = [16, 32], [48, 64], torch.zeros(4)
-    peers.launches, peers.rehearse = {}, 0
+    peers.launches, peers.rehearse, peers.copies, peers.ready = {}, 0, False, 0
     launched: list[int] = []
     kernel = SimpleNamespace(launch=lambda *args: launched.append(1))
     monkeypatch.setattr(hopper, "code", lambda *args: kernel)
@@ -290,7 +291,7 @@ def test_a_call_that_could_not_be_prepared_leaves_nothing(monkeypatch: pytest.Mo
 
     x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(16, 64, dtype=torch.bfloat16)
     for maps, launches in ((refuse, 0), (refuse, 0), (lambda *args: bytes(128), 1)):
-        monkeypatch.setattr(hopper, "_map", maps)
+        monkeypatch.setattr(hopper.hopper_code, "tensor_map", maps)
         for call in (
             lambda: hopper.gather_products(x, [weight], [None], peers),
             lambda: hopper.product_reduce(x, weight, None, peers),

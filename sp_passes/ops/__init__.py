@@ -35,10 +35,11 @@ an implementation that shares memory between ranks must keep them apart itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ from . import collectives, features, mlp, p2p, symmetric, unfused, weight_gather
 from . import copy_engine as copy_engine
 from . import gather_engine as gather_engine
 from . import hopper as hopper
+from . import hopper_copy as hopper_copy
 from . import one_launch as one_launch
 from . import torch_fused as torch_fused
 from . import triton_gemm as triton_gemm
@@ -65,9 +67,11 @@ def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
     return parse(layout).part_size(weight, tp_size)
 
 
-def _part(weight: Tensor, layout: Layout, pg: Any) -> Tensor:
-    """What this rank multiplies by."""
-    return weight if isinstance(layout, LocalPart) else residents.resident(weight, layout, pg)
+def _part(weight: Tensor, layout: Layout, pg: Any, x: Tensor | None = None) -> Tensor:
+    """What this rank multiplies by; ``x`` as in ``residents.resident``."""
+    if isinstance(layout, LocalPart):
+        return weight
+    return residents.resident(weight, layout, pg, x)
 
 
 # --- what each op computes --------------------------------------------------------------
@@ -86,15 +90,14 @@ def _ag_gemm(
     barrier: bool = False,
 ) -> list[Tensor]:
     pg = group_of(group, tp_size)
-    cuts, out_first = _parsed(tuple(layouts))
-    shards = [_part(w, cut, pg) for w, cut in zip(weights, cuts, strict=True)]
-    if isinstance(cuts[0], ShardLayout):
-        residents.compare_rows(x, weights[0], pg)
+    cuts, vector_cuts, out_first = _parsed(tuple(layouts))
+    shards = [_part(weights[0], cuts[0], pg, x)]
+    shards += [_part(w, cut, pg) for w, cut in zip(weights[1:], cuts[1:], strict=True)]
     vectors = [
-        None if b is None else _part(b, replace(cut, dim=0), pg)
-        for b, cut in zip(biases, cuts, strict=True)
+        None if b is None else _part(b, cut, pg) for b, cut in zip(biases, vector_cuts, strict=True)
     ]
-    same = [i for i, w in enumerate(weights) if w.dtype == x.dtype]
+    dtype = x.dtype
+    same = [i for i, w in enumerate(weights) if w.dtype == dtype]
     if len(same) == len(weights):
         full, *out = _products(
             x, shards, vectors, out_first, pg, tp_size, kernel, gathered, barrier
@@ -113,10 +116,13 @@ def _ag_gemm(
 
 
 @lru_cache(maxsize=4096)
-def _parsed(layouts: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[bool, ...]]:
-    """The layouts, and whether output features come first in their weights."""
+def _parsed(
+    layouts: tuple[str, ...],
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[bool, ...]]:
+    """Layouts of weights, of biases, and whether output features come first in the weights."""
     cuts = tuple(map(parse, layouts))
-    return cuts, tuple(cut.dim == 0 for cut in cuts)
+    vectors: tuple[Layout, ...] = tuple(replace(cut, dim=0) for cut in cuts)
+    return cuts, vectors, tuple(cut.dim == 0 for cut in cuts)
 
 
 def _products(
@@ -128,7 +134,8 @@ def _products(
     for shard, first in zip(shards, out_first, strict=True):
         n += shard.shape[0 if first else 1]
     tokens, device = x.shape[0] * tp_size, "cuda" if x.is_cuda else x.device.type
-    row = choose(Call("ag_gemm", device, x.dtype, n, x.shape[-1], tokens, tp_size), kernel)
+    call = Call("ag_gemm", device, x.dtype, n, x.shape[-1], tokens, tp_size)
+    row = choose(call, kernel, ref(pg))
     options = barred(barrier)
     if row.may_skip_gathered:
         options["gathered"] = gathered
@@ -161,7 +168,7 @@ def _gemm_rs(
         x.shape[0],
         tp_size,
     )
-    chosen = choose(call, kernel)
+    chosen = choose(call, kernel, ref(pg))
     if bias is not None and bias.ndim > 1 and not chosen.adds_rows:
         y = chosen.run(x, shard, None, out_first, pg, tp_size, **barred(barrier))
         return (y + bias).to(x.dtype)
@@ -188,7 +195,7 @@ def _prepare(
     from ..residents import prepare
 
     if max_tokens is not None:
-        symmetric.expect(group, max_tokens)
+        symmetric.expect(group, max_tokens, tp_size)
     cuts = [ShardLayout.parse(text) for text in layouts]
     pg = group_of(group, tp_size)
     prepare(weights, cuts, names, plan, release, pg, proven or (), whole or ())
@@ -206,7 +213,7 @@ def _agree(
     from ..residents import prepare
 
     if max_tokens is not None:
-        symmetric.expect(group, max_tokens)
+        symmetric.expect(group, max_tokens, tp_size)
     prepare([], [], [], plan, False, group_of(group, tp_size), (), whole or ())
 
 
@@ -291,14 +298,30 @@ def _agree_fake(
 # --- registration -----------------------------------------------------------------------
 
 
-def _inference_only(name: str) -> Any:
-    def refuse(ctx: Any, *args: Any, **kwargs: Any) -> None:
-        raise SPError(
-            f"sp_passes::{name} has no gradient: sp_passes is for inference; run the model "
-            "under torch.no_grad() or torch.inference_mode()"
-        )
+def _inference_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, refused where a gradient is wanted.
 
-    return refuse
+    Without an Autograd kernel of our own: one in Python costs each call 5 µs, gradients or not.
+    """
+    wanted = torch.is_grad_enabled
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if wanted() and _requires_grad((*args, *kwargs.values())):
+            raise SPError(
+                f"sp_passes::{name} has no gradient: sp_passes is for inference; run the model "
+                "under torch.no_grad() or torch.inference_mode()"
+            )
+        return run(*args, **kwargs)
+
+    return checked
+
+
+def _requires_grad(args: Sequence[Any]) -> bool:
+    return any(
+        arg.requires_grad if isinstance(arg, Tensor)
+        else isinstance(arg, list | tuple) and _requires_grad(arg)
+        for arg in args
+    )  # fmt: skip
 
 
 _SIGNATURES: dict[str, tuple[str, Any, Any]] = {
@@ -349,13 +372,7 @@ _ALL = {
 for _name, (_schema, _real, _fake) in _ALL.items():
     _free = (torch.Tag.flexible_layout,) if _name in FREE else ()
     _LIB.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, *_free))
-    _LIB.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sp_passes::{_name}", _fake, lib=_LIB)
-    torch.library.register_autograd(
-        f"sp_passes::{_name}",
-        _inference_only(_name),
-        setup_context=_inference_only(_name),
-        lib=_LIB,
-    )
+    _LIB.impl(_name, _inference_only(_name, _real), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sp_passes::{_name}", _inference_only(_name, _fake), lib=_LIB)
 
 p2p.register_last(_LIB)

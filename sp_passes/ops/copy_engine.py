@@ -48,7 +48,7 @@ def spans(size: int, rows: int, n: int, depth: int, least: int) -> Sequence[tupl
 
 # What one H200 reached (bench/NOTES.md): bytes/s of memory and of a link, flop/s of a product, and
 # seconds until a product or a copy is at its rate.
-_MEMORY, _LINK, _RATE = 4.3e12, 370e9, 700e12
+_MEMORY, _LINK, RATE = 4.3e12, 370e9, 700e12
 _PRODUCT_START, _COPY_START = 5e-6, 3e-6
 _EXCHANGE = 24e-6  # barrier, signals and own copy that nothing hides: two ranks, 256 tokens
 _TILE = 128  # rows; fewer take as long
@@ -64,7 +64,7 @@ def at_once(size: int, rows: int, n: int, k: int, moved: int) -> bool:
     """
 
     def product(m: int) -> float:
-        compute = -(-m // _TILE) * _TILE * n * k * 2 / _RATE
+        compute = -(-m // _TILE) * _TILE * n * k * 2 / RATE
         return _PRODUCT_START + max(n * k * 2 / _MEMORY, compute)
 
     copy = _COPY_START + rows * moved * 2 / _LINK
@@ -122,6 +122,7 @@ def gather_products(
         arrived = peers.exchange(x, shape)
         full = peers.mine((size * rows, k), x.dtype)
         return arrived, [_product(full, w, b) for w, b in zip(turned, biases, strict=True)]
+    outs = [x.new_empty((size, rows, n)) for n in widths]
     peers.fork()
     peers.open()
     if len(pieces) == 1:
@@ -131,7 +132,6 @@ def gather_products(
         for step in range(1, size):
             for piece, (start, _) in enumerate(pieces):
                 peers.push(mine[piece], step, shape, start, piece)
-    outs = [x.new_empty((size, rows, n)) for n in widths]
     jobs = [(w, b, out.unbind(0)) for w, b, out in zip(turned, biases, outs, strict=True)]
     for w, b, places in jobs:
         _product(x, w, b, places[rank])
@@ -198,6 +198,11 @@ def results(
     return [x if gathered is None else gathered().view(-1, *x.shape[1:]), *outs]
 
 
+def reshaped(out: Tensor, x: Tensor, tp_size: int) -> Tensor:
+    """The result of a gemm_rs, ``[rows, n]``, with the dimensions of ``x`` in the middle."""
+    return out if x.ndim == 2 else out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
+
+
 def ag_gemm(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -238,8 +243,7 @@ def gemm_rs(
         peers = workspace(pg, x.device, rows * n * x.element_size(), x.shape[0])
     if peers is None:
         return unfused.gemm_rs(x, weight, bias, out_first, pg, tp_size)
-    out = product_reduce(_flat(x), weight, bias, out_first, peers)
-    return out if x.ndim == 2 else out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
+    return reshaped(product_reduce(_flat(x), weight, bias, out_first, peers), x, tp_size)
 
 
 register_kernel("copy_engine", "ag_gemm", ag_gemm, no_peers, -1, may_skip_gathered=True)

@@ -8,7 +8,7 @@
 
 Against ``triton_gemm`` a tile may have any multiple of 8 columns, so that the tiles of a call
 fill its last wave; nothing but the one kernel is launched, and the two halves of the buffer
-take turns, so that a call needs no barrier (``cuda/hopper.cu`` says why that is safe).
+take turns, so that a call needs no barrier (``cuda/hopper.h`` says why that is safe).
 
 A kernel whose peer has not come after ``SPIN_SECONDS`` ends itself; PyTorch then reports an
 "unspecified launch failure" on this rank. All of its blocks must be resident at once, so nothing
@@ -19,53 +19,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _private
-from ..errors import SPError
-from . import copy_engine, nvrtc, one_shot, symmetric, tuned, unfused
+from . import copy_engine, hopper_code, mailbox, nvrtc, one_shot, symmetric, tuned, unfused
 from .decode import DTYPES
-from .hopper_widths import BM, width_back, width_for
+from .hopper_code import MOST_PIECES, MOST_RANKS, MOST_WEIGHTS, Arguments, code, macros_of
+from .hopper_widths import BM, COPIED, PUSHED, width_back, width_for
 from .kernels import Call, no_peers, register_kernel
 
-BK = 64
-MOST_WEIGHTS, MOST_RANKS, MOST_PIECES = 4, 8, 256
 MOST_ROWS = MOST_PIECES * BM
-SPIN_SECONDS = 600  # as long as a collective of NCCL may take by default
-_SHARED = 232448  # bytes that a block may have
-_HOST_MAPS = 8192
-
-
-class Arguments(ctypes.Structure):
-    """``Call`` of hopper.cu: the same fields in the same order. A map has 128 bytes."""
-
-    _fields_ = (
-        ("x", ctypes.c_byte * 128),
-        ("arrived", ctypes.c_byte * 256),
-        ("weight", ctypes.c_byte * 128 * MOST_WEIGHTS),
-        ("out", ctypes.c_uint64 * MOST_WEIGHTS),
-        ("bias", ctypes.c_uint64 * MOST_WEIGHTS),
-        ("slots", ctypes.c_uint64 * MOST_RANKS),
-        ("counters", ctypes.c_uint64 * MOST_RANKS),
-        ("rows_at", ctypes.c_uint64),
-        ("half_bytes", ctypes.c_uint64),
-        ("control", ctypes.c_uint64),
-        ("n", ctypes.c_int * MOST_WEIGHTS),
-        ("cols", ctypes.c_int * MOST_WEIGHTS),
-        ("weights", ctypes.c_int),
-        ("rank", ctypes.c_int),
-        ("size", ctypes.c_int),
-        ("rows", ctypes.c_int),
-        ("k", ctypes.c_int),
-        ("group", ctypes.c_int),
-        ("unit", ctypes.c_int),
-        ("rehearse", ctypes.c_int),
-        ("padding", ctypes.c_byte * 64),
-    )
+_CONTROL = 4
+LOCAL_WORDS = _CONTROL + MOST_RANKS * mailbox.MOST_PIECES
+_LAUNCHES = 8192
 
 
 class Launch(NamedTuple):
@@ -74,6 +44,8 @@ class Launch(NamedTuple):
     made: Arguments
     packed: nvrtc.Arguments
     kernel: nvrtc.Kernel
+    finish: nvrtc.Kernel | None
+    """With ``hopper_copy``: makes the sums that a gemm_rs has left."""
 
 
 class Peers:
@@ -84,16 +56,22 @@ class Peers:
             source rank.
         counters: address of each rank's ``[2, MOST_RANKS, MOST_PIECES]`` words, zero at first.
         mine: this rank's two halves, uint8.
+        words: where the copy engines move rows (``hopper_copy``): ``LOCAL_WORDS`` int32 of this
+            process alone, zero at first. Then there is one half, with counters
+            ``[MOST_RANKS, mailbox.MOST_PIECES]``.
     """
 
     def __init__(
         self, rank: int, slots: Sequence[int], counters: Sequence[int], mine: Tensor,
-        half_bytes: int,
+        half_bytes: int, words: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.size, self.mine = rank, len(slots), mine
         self.half_bytes = self.nbytes = half_bytes
+        self.copies = words is not None
         # The number of the call, blocks that have finished, the half of the last call.
-        self.control = torch.zeros(4, dtype=torch.int32, device=mine.device)
+        if words is None:
+            words = torch.zeros(_CONTROL, dtype=torch.int32, device=mine.device)
+        self.control, self.ready = words[:_CONTROL], words.data_ptr() + 4 * _CONTROL
         self.device = mine.device.index
         self.programs = torch.cuda.get_device_properties(mine.device).multi_processor_count
         self.slots, self.counters = list(slots), list(counters)
@@ -102,19 +80,23 @@ class Peers:
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.rehearse = 0
 
-    def launch(self, entry: str, rows: int, k: int, width: int, fp16: bool) -> Launch:
+    def launch(
+        self, entry: str, rows: int, k: int, width: int, fp16: bool, piece_tiles: int
+    ) -> Launch:
         """The kernel, and its arguments without those that the weights and ``x`` decide."""
         made = Arguments()
         made.slots[: self.size], made.counters[: self.size] = self.slots, self.counters
         made.half_bytes, made.control = self.half_bytes, self.control.data_ptr()
         made.rank, made.size, made.rows, made.k = self.rank, self.size, rows, k
-        made.rehearse = self.rehearse
-        ranks = self.size if entry == "gemm_rs" else 0
-        return Launch(made, nvrtc.Arguments(made), code(width, fp16, ranks, self.device))
+        made.rehearse, made.piece_tiles, made.ready = self.rehearse, piece_tiles, self.ready
+        macros = macros_of(width, fp16, self.size if entry == "gemm_rs" else 0, self.copies)
+        leaves = self.copies and entry == "gemm_rs"
+        finish = code("finish", macros, self.device) if leaves else None
+        return Launch(made, nvrtc.Arguments(made), code(entry, macros, self.device), finish)
 
     def keep(self, key: tuple[Any, ...], filled: Launch) -> None:
         """For the next calls with this key; what could not be filled must not be found."""
-        if len(self.launches) >= _HOST_MAPS:
+        if len(self.launches) >= _LAUNCHES:
             self.launches.clear()
         self.launches[key] = filled
 
@@ -125,64 +107,6 @@ class Peers:
         full = both.index_select(0, self.control[2:3]).view(self.size, *own.shape)
         full[self.rank].copy_(own)
         return full
-
-
-# --- code -------------------------------------------------------------------------------
-
-
-def instruction(width: int, fp16: bool) -> str:
-    """CUDA C++ of ``mma``: 64 x ``width`` accumulators of a warpgroup, 16 features of k."""
-    count, kind = width // 2, "f16" if fp16 else "bf16"
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"__device__ inline void mma(float (&d)[{count}], unsigned long long a, "
-        "unsigned long long b, int into) {\n"
-        f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} {{{registers}}}, "
-        f'%{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"\n'
-        f' : {operands} : "l"(a), "l"(b), "r"(into));\n}}\n'
-    )
-
-
-def macros_of(width: int, fp16: bool, ranks: int) -> tuple[tuple[str, int], ...]:
-    """``ranks`` of gemm_rs, 0 for ag_gemm. Shared memory holds STAGES tiles of x and a weight."""
-    sent = BM * width * 2 if ranks else 0
-    stages = (_SHARED - 1024 - 512 - sent) // ((BM + width) * BK * 2)
-    return (
-        ("BN", width), ("STAGES", stages), ("RANKS", ranks), ("SPIN_NS", SPIN_SECONDS * 10**9),
-        ("CALL_BYTES", -(-Arguments.padding.offset // 64) * 64),
-        *((("FP16", 1),) if fp16 else ()),
-    )  # fmt: skip
-
-
-@cache
-def code(width: int, fp16: bool, ranks: int, device: int) -> nvrtc.Kernel:
-    """``gemm_rs`` of ``ranks``, or with 0 ``ag_gemm``, for tiles of ``width`` columns."""
-    entry = "gemm_rs" if ranks else "ag_gemm"
-    macros = macros_of(width, fp16, ranks)
-    return nvrtc.kernel("hopper", entry, macros, _SHARED, device, instruction(width, fp16))
-
-
-@lru_cache(maxsize=_HOST_MAPS)
-def _map(address: int, rows: int, cols: int, step: int, box_rows: int, fp16: bool) -> bytes:
-    """A tensor map of ``[rows, cols]`` in blocks ``[box_rows, BK]``; ``step`` elements a row."""
-    from cuda.bindings import driver as d
-
-    kinds = d.CUtensorMapDataType
-    kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT16" if fp16 else "BFLOAT16")
-    error, made = d.cuTensorMapEncodeTiled(
-        getattr(kinds, kind), 2, address,
-        [d.cuuint64_t(cols), d.cuuint64_t(rows)], [d.cuuint64_t(2 * step)],
-        [d.cuuint32_t(BK), d.cuuint32_t(box_rows)], [d.cuuint32_t(1), d.cuuint32_t(1)],
-        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if int(error):
-        raise SPError(f"a tensor map of [{rows}, {cols}], {step} a row, was refused: {error!r}")
-    return ctypes.string_at(int(made.getPtr()), 128)
 
 
 def _address(tensor: Tensor | None) -> tuple[int, ...] | None:
@@ -214,7 +138,10 @@ def _weights(
         made.n[i], made.cols[i] = n, end
         made.bias[i] = 0 if bias is None else bias.data_ptr()
         fp16 = weight.dtype == torch.float16
-        _put(made.weight[i], _map(weight.data_ptr(), n, k, weight.stride(0), width, fp16))
+        _put(
+            made.weight[i],
+            hopper_code.tensor_map(weight.data_ptr(), n, k, weight.stride(0), width, fp16),
+        )
     made.weights = len(weights)
 
 
@@ -223,30 +150,43 @@ def gather_products(
     width: int | None = None, group: int = 8,
 ) -> list[Tensor]:  # fmt: skip
     """``x [rows, k]`` of every rank times each weight ``[n, k]``: ``[size * rows, n]`` each."""
+    outs, call = gathering(x, weights, biases, peers, width, group)
+    call.kernel.launch(peers.programs, 384, call.packed, _private.raw_stream(peers.device))
+    return outs
+
+
+def gathering(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], peers: Peers,
+    width: int | None = None, group: int = 8, piece_tiles: int = 1,
+) -> tuple[list[Tensor], Launch]:  # fmt: skip
+    """The results of an ag_gemm, and what makes them; ``piece_tiles`` rows of tiles arrive
+    together."""
     rows, k = x.shape
     fp16, at = x.dtype == torch.float16, x.data_ptr()
     if width is None:
         ns = tuple(w.shape[0] for w in weights)
-        width = width_for(peers.size, rows, ns, k, peers.programs)
+        way = COPIED if peers.copies else PUSHED
+        width = width_for(peers.size, rows, ns, k, peers.programs, way, piece_tiles)
     given = [_address(t) for t in (*weights, *biases)]
-    key = ("ag", rows, width, group, fp16, *given)
+    key = ("ag", rows, width, group, piece_tiles, fp16, *given)
     found = peers.launches.get(key)
-    made, packed, kernel = found or peers.launch("ag_gemm", rows, k, width, fp16)
+    call = found or peers.launch("ag_gemm", rows, k, width, fp16, piece_tiles)
+    made = call.made
     if found is None:
         _weights(made, weights, biases, width)
         made.group, made.unit = group, unit_of(rows * k * 2)
-        for half in range(2):
+        for half in range(1 if peers.copies else 2):
             base = peers.slots[peers.rank] + half * peers.half_bytes
-            _put(made.arrived, _map(base, peers.size * rows, k, k, BM, fp16), 128 * half)
-        peers.keep(key, Launch(made, packed, kernel))
+            arrived = hopper_code.tensor_map(base, peers.size * rows, k, k, BM, fp16)
+            _put(made.arrived, arrived, 128 * half)
+        peers.keep(key, call)
     if made.rows_at != at:
-        _put(made.x, _map(at, rows, k, k, BM, fp16))
+        _put(made.x, hopper_code.tensor_map(at, rows, k, k, BM, fp16))
         made.rows_at = at
     outs = [x.new_empty((peers.size * rows, w.shape[0])) for w in weights]
     for i, out in enumerate(outs):
         made.out[i] = out.data_ptr()
-    kernel.launch(peers.programs, 384, packed, _private.raw_stream(peers.device))
-    return outs
+    return outs, call
 
 
 def product_reduce(
@@ -254,24 +194,35 @@ def product_reduce(
     width: int | None = None, group: int = 4,
 ) -> Tensor:  # fmt: skip
     """``x [size * rows, k]`` times the weight ``[n, k]``, added over ranks: ``[rows, n]``."""
+    if width is None:
+        tall = peers.size * -(-(x.shape[0] // peers.size) // BM)
+        width = width_back(tall, weight.shape[0], peers.programs)
+    out, call = reduction(x, weight, bias, peers, width, group)
+    call.kernel.launch(peers.programs, 384, call.packed, _private.raw_stream(peers.device))
+    return out
+
+
+def reduction(
+    x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, width: int, group: int,
+    piece_tiles: int = 1,
+) -> tuple[Tensor, Launch]:  # fmt: skip
+    """The result of a gemm_rs ``[rows, n]``, and what makes it; as :func:`gathering`."""
     rows, k, n = x.shape[0] // peers.size, x.shape[1], weight.shape[0]
     fp16, at = x.dtype == torch.float16, x.data_ptr()
-    if width is None:
-        width = width_back(peers.size * -(-rows // BM), n, peers.programs)
-    key = ("rs", rows, width, group, fp16, _address(weight))
+    key = ("rs", rows, width, group, piece_tiles, fp16, _address(weight))
     found = peers.launches.get(key)
-    made, packed, kernel = found or peers.launch("gemm_rs", rows, k, width, fp16)
+    call = found or peers.launch("gemm_rs", rows, k, width, fp16, piece_tiles)
+    made = call.made
     if found is None:
         _weights(made, [weight], [bias], width)
         made.group = group
-        peers.keep(key, Launch(made, packed, kernel))
+        peers.keep(key, call)
     if made.rows_at != at:
-        _put(made.x, _map(at, peers.size * rows, k, k, BM, fp16))
+        _put(made.x, hopper_code.tensor_map(at, peers.size * rows, k, k, BM, fp16))
         made.rows_at = at
     out = x.new_empty((rows, n))
     made.out[0], made.bias[0] = out.data_ptr(), 0 if bias is None else bias.data_ptr()
-    kernel.launch(peers.programs, 384, packed, _private.raw_stream(peers.device))
-    return out
+    return out, call
 
 
 # --- the group's buffers ----------------------------------------------------------------
@@ -279,10 +230,19 @@ def product_reduce(
 _COUNTERS = 2 * MOST_RANKS * MOST_PIECES * 4
 
 
+def _half(nbytes: int) -> int:
+    return -(-nbytes // 1024) * 1024
+
+
+def buffer_bytes(nbytes: int) -> int:
+    """Of one rank, for calls that move up to ``nbytes``."""
+    return 2 * _half(nbytes) + _COUNTERS
+
+
 def for_group(pg: Any, device: torch.device, nbytes: int) -> Peers:
     """Buffers in symmetric memory for calls that move up to ``nbytes``. Collective."""
-    half = -(-nbytes // 1024) * 1024
-    at, buffer = one_shot.shared(pg, device, 2 * half + _COUNTERS)
+    half = _half(nbytes)
+    at, buffer = one_shot.shared(pg, device, buffer_bytes(nbytes))
     made = Peers(pg.rank(), at, [base + 2 * half for base in at], buffer[: 2 * half], half)
     made.kept = buffer
     return made
@@ -380,8 +340,7 @@ def gemm_rs(
     peers = workspace(pg, x.device, flat.shape[0] * weight.shape[0] * 2, x.shape[0])
     if peers is None:
         return unfused.gemm_rs(x, weight, bias, out_first, pg, tp_size)
-    out = product_reduce(flat, weight, bias, peers)
-    return out if x.ndim == 2 else out.view(x.shape[0] // tp_size, *x.shape[1:-1], -1)
+    return copy_engine.reshaped(product_reduce(flat, weight, bias, peers), x, tp_size)
 
 
 register_kernel("hopper", "ag_gemm", ag_gemm, why_not, -4, may_skip_gathered=True)

@@ -5,20 +5,23 @@ A fused kernel is one more :func:`register_kernel`. ``kernels="auto"`` takes the
 was measured fastest for the call (``tuned``), for shapes that were not measured the one that
 the cost model picks beyond doubt (``estimated``), and else the supported one of highest
 preference: unfused, since the fused ones register below it. A name takes that kernel, or
-raises with the reason it does not apply. The choice for a call is kept.
+raises with the reason it does not apply. A kernel that some rank of the group cannot run is run
+by none (``common``). The choice for a call is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
 from ..errors import SPError
-from . import tuned, unfused
+from . import common, tuned, unfused
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_gather", "all_gather", "reduce_scatter")
 
@@ -44,6 +47,8 @@ class Call(NamedTuple):
 class Kernel:
     """One row: ``why_not`` returns the reason a call is not supported, or None.
 
+    What it says may depend on the machine, such as a library that is missing.
+
     ``may_skip_gathered``: an ag_gemm that takes ``gathered=False`` when nobody reads the
     gathered tokens, and then may return anything in their place. ``adds_rows``: a gemm_rs whose
     ``bias`` may be rows of the result's shape.
@@ -58,7 +63,8 @@ class Kernel:
     adds_rows: bool = field(default=False)
 
 
-_TABLE: dict[tuple[str, str], Kernel] = {}
+_TABLE: dict[common.Row, Kernel] = {}
+_lacking = common.Lacking()
 
 
 def register_kernel(
@@ -75,6 +81,7 @@ def register_kernel(
         raise SPError(f"no op {op!r} to register a kernel for; there are {', '.join(OPS)}")
     _TABLE[op, name] = Kernel(name, op, run, why_not, preference, may_skip_gathered, adds_rows)
     choose.cache_clear()
+    _lacking.clear()
 
 
 def no_peers(call: Call) -> str | None:
@@ -83,6 +90,16 @@ def no_peers(call: Call) -> str | None:
         return f"it needs GPUs that reach each other; the tensors are on {call.device}"
     if call.tp_size == 1:
         return "one rank has no peers"
+    return None
+
+
+def one_queue() -> str | None:
+    """Why no product whose branch of a graph has to run beside another takes a call, or None."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return (
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 streams share one queue of the device, in which a "
+            "captured call can wait for what stands behind it"
+        )
     return None
 
 
@@ -112,26 +129,50 @@ def has_kernel(target: Any, name: str) -> bool:
     return (str(getattr(target, "__name__", "")).partition(".")[0], name) in _TABLE
 
 
-@lru_cache(maxsize=4096)
-def choose(call: Call, requested: str) -> Kernel:
-    """The kernel that runs ``call``.
+def lacking(pg: Any) -> Mapping[common.Row, str]:
+    """Kernels that no rank of the group runs since one cannot, and why. Its first call is
+    collective, on a group of several ranks with GPUs.
 
     Raises:
-        SPError: the requested kernel does not exist or does not support the call.
+        SPError: that first call is inside a CUDA graph capture.
+    """
+    found = _lacking.get(pg)
+    if found is None:
+        tokens = 8 * pg.size()
+        found = _lacking.compare(pg, {
+            row: kernel.why_not(Call(row[0], "cuda", torch.bfloat16, 64, 64, tokens, pg.size()))
+            for row, kernel in _TABLE.items()
+        })  # fmt: skip
+    return found
+
+
+@lru_cache(maxsize=4096)
+def choose(call: Call, requested: str, group: ref[Any] | None = None) -> Kernel:
+    """The kernel that runs ``call``, the same on every rank.
+
+    Args:
+        group: refers to the process group; None leaves out what other ranks can run.
+
+    Raises:
+        SPError: the requested kernel does not exist or does not support the call, or, at the
+            group's first call, as :func:`lacking`.
     """
     rows = [k for k in _TABLE.values() if k.op == call.op]
+    away: Mapping[common.Row, str] = {}
+    if group is not None and requested != "unfused" and no_peers(call) is None:
+        away = lacking(group())
     if requested != "auto":
         rows = [k for k in rows if k.name == requested]
         if not rows:
             raise SPError(f"no kernel {requested!r} for {call.op}; there are {kernel_names()}")
-        reason = rows[0].why_not(call)
+        reason = away.get((call.op, requested)) or rows[0].why_not(call)
         if reason is not None:
             raise SPError(
                 f"kernel {requested!r} does not support {_text(call)}: {reason}; kernels='auto' "
                 "takes one that does"
             )
         return rows[0]
-    usable = [k for k in rows if k.why_not(call) is None]
+    usable = [k for k in rows if (k.op, k.name) not in away and k.why_not(call) is None]
     measured = tuned.winner(call)
     for kernel in usable:
         if kernel.name == measured:

@@ -30,7 +30,9 @@ before they wait themselves, so the order of issue is an order in which everythi
 where streams share a queue of the device. A captured graph keeps no order of issue, it may run a
 wait in front of a push of its own that does not depend on it. So under capture a wait for rows
 also depends, by an event, on this rank's push of the same step: the pushes of step s need waits
-of earlier steps at most, and all ranks get through step by step.
+of earlier steps at most, and all ranks get through step by step. Kernels that wait for words, or
+count for ``wait_count``, have no such event: they need the branches of a graph to run beside
+each other.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from .driver import Calls, MemOp, Move
 from .mailbox import MOST_PIECES
 
 _MOST_PLANS = 64  # of sizes of a slot
+_MOST_COUNTS = 1024  # of words and counts
 Word = Callable[[int], int]  # from the rank that sets it to its place
 
 
@@ -85,6 +88,7 @@ class Lanes:
         self._peers = [(rank - self._back * i) % self.size for i in range(1, self.size)]
         self._own = flags[rank]
         self._all: dict[int, Any] = {}
+        self._counted: dict[tuple[int, int], Any] = {}
         self._moves: dict[tuple[int, int], Sequence[Move]] = {}
 
         def at_peer(peer: int, word: Word) -> int:
@@ -146,6 +150,25 @@ class Lanes:
             if key not in self._events:
                 self._events[key] = self.calls.event()
             self.calls.record(self._events[key], self.side)
+
+    @property
+    def rows_words(self) -> int:
+        """Address of the own words of rows, ``[size, MOST_PIECES]``, for a kernel on the main
+        stream that waits for them, and sets them back, itself."""
+        return self._own + 4 * row_word(self.size, 0, 0)
+
+    def wait_count(self, address: int, count: int) -> None:
+        """On the side stream: wait until a kernel has counted so far there, then set it back.
+
+        The kernel has to be issued before, and must not wait for what this stream does behind.
+        """
+        batch = self._counted.get((address, count))
+        if batch is None:
+            if len(self._counted) >= _MOST_COUNTS:
+                self._counted.clear()
+            ops = [MemOp(True, address, count), MemOp(False, address, 0)]
+            batch = self._counted[address, count] = self.calls.batch(ops)
+        self.calls.run(batch, self.side)
 
     def wait(self, src: int, piece: int) -> None:
         """On the main stream: wait for that piece of rank ``src``."""

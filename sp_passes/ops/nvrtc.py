@@ -9,7 +9,7 @@ compiled are macros, so that one source serves all of them.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def missing() -> str | None:
     return None
 
 
+@lru_cache(maxsize=8)
 def compile_source(
     name: str, macros: tuple[tuple[str, int], ...], arch: str, prelude: str = ""
 ) -> bytes:

@@ -4,7 +4,7 @@
 In the order of a call: ``fork``, ``open``, then ``send`` or ``push`` on the side stream; products
 and ``wait`` on the current one; ``merge``. Or all of it as one ``exchange``. Every call moves rows
 from every rank to every other, and what peers wait for is issued before the first wait: the
-signals rely on both (``lanes``).
+signals rely on both (``lanes``). (gemm_rs of ``hopper_copy`` waits before it sends, but for 40 µs.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .lanes import Lanes
 from .mailbox import Mailbox
 
 _MOST_VIEWS = 64  # of shapes that the buffer is seen in
+_LOCAL_WORDS = 128  # hopper.LOCAL_WORDS, and to spare
 
 
 class Peers(Protocol):
@@ -89,15 +90,27 @@ class SignalPeers(Peers, Protocol):
         """As ``push``, with a signal of the mailbox."""
 
 
+class LanePeers(Peers, Protocol):
+    """What ``hopper_copy`` needs beside that: driver calls, and words to count in."""
+
+    programs: int
+    lanes: Lanes
+    local: Tensor
+    kernel_view: Any
+
+
 class Streams:
     """A stream beside the current one; without CUDA all runs in order.
 
-    ``lanes``: moves by driver calls; None where they are not to be had.
+    ``lanes``: moves by driver calls; None where they are not to be had. ``local``: int32 words of
+    this process alone, zero at first, in which kernels count.
     """
 
     lanes: Lanes | None = None
 
     def __init__(self, device: torch.device) -> None:
+        self.kernel_view: Any = None  # of hopper_copy
+        self.local = torch.zeros(_LOCAL_WORDS, dtype=torch.int32, device=device)
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._views: dict[Any, Any] = {}
 

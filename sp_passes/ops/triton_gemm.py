@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import copy_engine, tuned, unfused
 from .decode import DTYPES, triton_missing
-from .kernels import Call, no_peers, register_kernel
+from .kernels import Call, no_peers, one_queue, register_kernel
 from .mailbox import MOST_PIECES
 from .symmetric import SignalPeers, workspace
 
@@ -87,7 +87,7 @@ def pieces_of(rows: int) -> int:
 
 
 def why_not(call: Call) -> str | None:
-    reason = no_peers(call) or triton_missing()
+    reason = no_peers(call) or one_queue() or triton_missing()
     if reason:
         return reason
     if call.dtype not in DTYPES:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instructions of hopper.cu that CUDA C++ has no names for: mbarriers, TMA, signals between GPUs,
+// The instructions of hopper.h that CUDA C++ has no names for: mbarriers, TMA, signals between GPUs,
 // 16-byte loads and stores, and 16-bit floats as FP16 says.
 // Macros: FP16 for float16, else bfloat16; SPIN_NS the longest wait for a peer.
 #pragma once
@@ -54,6 +54,15 @@ __device__ inline void wait_for(const u32 *counter, u32 want) {
         if (now() - start > SPIN_NS) asm volatile("trap;");
     }
     asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// As wait_for, but for `patience` ns at most, and not for what TMA reads; whether it has come.
+__device__ inline bool comes(const u32 *counter, u32 want, u64 patience) {
+    const u64 start = now();
+    for (u32 seen = 0;;) {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        if (seen >= want) return true;
+        if (now() - start >= patience) return false;
+    }
 }
 // One warp: what all its lanes have stored is there for whoever sees the counter go up.
 __device__ inline void count_in(const u32 *counter) {
