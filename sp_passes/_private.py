@@ -7,6 +7,8 @@ name, and nowhere else. Written for torch 2.11 to 2.14.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -92,9 +94,39 @@ def outside_graph_pools(device: torch.device, make: Callable[[], T]) -> T:
         return thread.submit(run).result()
 
 
+def let_others_capture() -> None:
+    """This thread's CUDA calls do not break a CUDA graph that another thread captures."""
+    driver = import_module("cuda.bindings.driver")
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    driver.cuThreadExchangeStreamCaptureMode(relaxed)
+
+
 def drop_cublas_workspaces() -> None:
     """Give back what cuBLAS keeps for each stream it ran on, 32 MiB on Hopper GPUs."""
     _get("torch._C", "_cuda_clearCublasWorkspaces")()
+
+
+def drop_cuda_graphs() -> None:
+    """Free the CUDA graphs that ``torch.compile(mode="reduce-overhead")`` made on this thread.
+
+    Since 2.26 NCCL destroys a communicator only once every graph that captured its calls is gone
+    (https://docs.nvidia.com/dl-cuda-graph/latest/troubleshooting/process-hang.html), and these
+    live in a tree of PyTorch's own. Everything compiled is forgotten. Graphs captured by hand must
+    be dropped by whoever holds them.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    torch.cuda.synchronize()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    reset_graph_trees()
+    gc.collect()
+
+
+def reset_graph_trees() -> None:
+    """Drop what ``torch.compile(mode="reduce-overhead")`` captured on this thread, if anything."""
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        _get("torch._inductor.cudagraph_trees", "reset_cudagraph_trees")()
 
 
 def device_types(pg: Any) -> set[str]:

@@ -225,6 +225,10 @@ class Backend:
         )
         return _private.compile_fx(gm, example_inputs, patches)
 
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``; Inductor's own backend drops its graphs there."""
+        _private.reset_graph_trees()
+
     def _refuse_training(self, example_inputs: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(
             isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from . import _private
 from .errors import ReplicationError, ShardingError, SPError
 from .layout import ShardLayout
 
+T = TypeVar("T")
 log = logging.getLogger("sp_passes")
 
 _CHUNK = 1 << 20
@@ -102,6 +103,16 @@ def _exchange(values: torch.Tensor, pg: Any, what: str) -> list[list[int]]:
         return out.tolist()
 
 
+def said(value: T, pg: Any, what: str) -> list[T]:
+    """Every rank's small picklable ``value``, by rank. Collective; ``what`` it is for."""
+    if pg.size() == 1:
+        return [value]
+    everyone: list[Any] = [None] * pg.size()
+    with _say_when_slow(pg, what):
+        dist.all_gather_object(everyone, value, group=pg)
+    return everyone
+
+
 def agree(plan: str, count: int, summary: str, pg: Any) -> None:
     """Raise on every rank unless all bring the same ``plan`` and number of weights.
 
@@ -119,8 +130,7 @@ def agree(plan: str, count: int, summary: str, pg: Any) -> None:
     rows = _exchange(torch.tensor(mine, dtype=torch.int64), pg, f"reach plan {plan}")
     if all(row == mine for row in rows):
         return
-    texts: list[Any] = [None] * pg.size()
-    dist.all_gather_object(texts, summary, group=pg)
+    texts = said(summary, pg, "say what they decided")
     lines = [
         f"  rank {rank}: plan {row[0]:08x}{row[1]:08x}, {row[2]} weights to shard; {text}"
         for rank, (row, text) in enumerate(zip(rows, texts, strict=True))

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,12 +28,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import _private
 from .errors import SPError
 
 HOST = "127.0.0.1"
 
 # How long to wait, after a first failure, for what the other ranks have to say, in seconds.
 _GRACE = 0.5
+
+# How long ranks may take to part once all have returned, in seconds.
+_PARTING = 15.0
 
 Notify = Callable[[int, str], None]
 
@@ -110,6 +115,9 @@ def run_ranks(
 
     Raises:
         RankError: a rank raised or died, or the time is up.
+
+    Ranks that do not end within 15 s of the last result are ended, with a warning: destroying a
+    process group can hang.
     """
     if world_size < 1:
         raise SPError(f"run_ranks needs at least 1 rank, got world_size={world_size}")
@@ -199,6 +207,7 @@ def _collect(ranks: list[_Rank], timeout: float, notify: Notify | None) -> list[
         if any(rank.outcome is not None and rank.outcome[0] != "done" for rank in ranks):
             _read_rest(ranks, notify)
             raise _failure(ranks)
+    _let_part(ranks)
     return [rank.outcome[1] for rank in ranks if rank.outcome is not None]
 
 
@@ -216,6 +225,22 @@ def _read_rest(ranks: list[_Rank], notify: Notify | None) -> None:
     while any(rank.outcome is None for rank in ranks):
         if not _read(ranks, end - time.monotonic(), notify):
             return
+
+
+def _let_part(ranks: list[_Rank]) -> None:
+    """Wait until each has closed its pipe, the last thing that a rank does."""
+    end, open_pipes = time.monotonic() + _PARTING, {rank.pipe: rank.number for rank in ranks}
+    while open_pipes:
+        ready = wait(list(open_pipes), max(end - time.monotonic(), 0))
+        if not ready:
+            warnings.warn(
+                f"ranks {sorted(open_pipes.values())} of {len(ranks)} returned, but did not end "
+                f"within {_PARTING:g} s and were ended; the results are whole",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
+            return
+        for pipe in ready:
+            del open_pipes[pipe]  # type: ignore[arg-type]
 
 
 def _failure(ranks: list[_Rank]) -> RankError:
@@ -247,15 +272,17 @@ def _enter(data: bytes, pipe: Connection) -> None:
     global _pipe
     _isolate()
     _pipe = pipe
+    failed = False
     try:
         work: _Work = pickle.loads(data)
-        outcome = ("done", _work(work))
-        message = pickle.dumps(outcome)
+        message = pickle.dumps(("done", _work(work)))
     except BaseException as err:
         line = f"{type(err).__name__}: {err}".partition("\n")[0]
         what = (line, traceback.format_exc(), isinstance(err, SPError))
-        message = pickle.dumps(("error", what))
+        message, failed = pickle.dumps(("error", what)), True
     pipe.send_bytes(message)
+    if not failed:
+        _part()
     pipe.close()
 
 
@@ -282,7 +309,10 @@ def _work(work: _Work) -> Any:
     dist.init_process_group(
         "gloo", store=store, rank=work.number, world_size=work.world_size, timeout=limit
     )
-    out = work.fn(work.number, work.world_size, *work.args)
+    return work.fn(work.number, work.world_size, *work.args)
+
+
+def _part() -> None:
+    _private.drop_cuda_graphs()  # NCCL's destruction waits for those that captured its calls
     dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
-    return out

@@ -187,12 +187,21 @@ def declare_whole(plan: str, tensors: Sequence[Tensor]) -> None:
 # --- shards -----------------------------------------------------------------------------
 
 
-def resident(weight: Tensor, layout: ShardLayout, pg: Any) -> Tensor:
-    """This rank's part of ``weight``; never hand it out of an op, its buffer is not yours."""
+def resident(weight: Tensor, layout: ShardLayout, pg: Any, x: Tensor | None = None) -> Tensor:
+    """This rank's part of ``weight``; never hand it out of an op, its buffer is not yours.
+
+    Args:
+        x: own rows that it is going to multiply, once they are gathered.
+
+    Raises:
+        ShardingError: as :func:`compare_rows`.
+    """
     entry = entry_of(weight)
     if entry is None:
         prepare([weight], [layout], [name_of(weight)], None, False, pg)
         entry = _table[key_of(weight)]
+    if x is not None and not entry.rows_compared:
+        compare_rows(x, weight, pg)
     if entry.shard is not None:
         if _same(entry, weight, layout, pg):
             return entry.shard

@@ -24,7 +24,9 @@ def script(tmp_path: Path, name: str, text: str) -> str:
 def test_steps_that_fail_hang_or_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hang = "import subprocess, sys\nprint('child', flush=True)\n"
+    hang = "import signal, subprocess, sys\nprint('child', flush=True)\n"
+    hang += "def asked(*_): print('asked to end', flush=True); sys.exit()\n"
+    hang += "signal.signal(signal.SIGTERM, asked)\n"
     hang += "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     steps = [
         Step(
@@ -40,10 +42,27 @@ def test_steps_that_fail_hang_or_do_not_fit(
     assert [row.get("code", "left out") for row in rows] == [0, 3, None, *["left out"] * 3]
     lines = capsys.readouterr().out.splitlines()
     assert "ok" in lines[0] and lines[0].endswith("42 of 42")
-    assert "exit 3" in lines[1] and "ended" in lines[2] and rows[2]["seconds"] < 20
+    assert "exit 3" in lines[1] and "ended" in lines[2] and lines[2].endswith("asked to end")
+    assert rows[2]["seconds"] < 20
     assert "takes about 900 s" in lines[3]
     assert "needs 2 GPUs, there are 1" in lines[4] and "not installed" in lines[5]
     assert len(json.loads((tmp_path / "out" / "everything.json").read_text())["steps"]) == 6
+
+
+def test_steps_that_measure_nothing_run_together(tmp_path: Path) -> None:
+    meet = "import pathlib, sys, time\nhere = pathlib.Path(__file__).parent\n"
+    meet += (
+        "(here / sys.argv[1]).touch()\nwhile not (here / sys.argv[2]).exists(): time.sleep(0.05)"
+    )
+    steps = [
+        Step(a, f"{script(tmp_path, a, meet)} {a} {b}", 1, 20, needs=PYTHON, results=True)
+        for a, b in (("one", "two"), ("two", "one"))
+    ]
+    alone = Step("alone", script(tmp_path, "alone", "pass"), 1, 20, needs=PYTHON)
+    rows = bench.everything([*steps, alone, alone, steps[0]], tmp_path / "out", 60, gpus=1)
+    assert [(row["code"], row["group"]) for row in rows] == [
+        (0, 0), (0, 0), (0, 1), (0, 2), (0, 3)
+    ]  # fmt: skip
 
 
 def test_commands_are_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:

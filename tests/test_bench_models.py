@@ -183,11 +183,15 @@ def test_the_pair_on_ranks() -> None:
 
 @pytest.mark.parametrize("claimed", [30, 31])
 def test_the_stack_holds_reports_to_what_was_freed(claimed: int) -> None:
-    one = {"after": {"parameters": 70}, "report_saves": claimed, "sites": 1, "crossover": None}
-    found = {"before": {"parameters": 100}, "variants": {"auto": one}}
+    after = {"parameters": 70, "peak": 8 << 30, "outside": 3 << 30}
+    one = {"after": after, "report_saves": claimed, "sites": 1, "crossover": None}
+    before = {"parameters": 100, "peak": 10 << 30, "outside": 2 << 30}
+    found = {"before": before, "variants": {"auto": one}, "rows": [{"tokens": 64}]}
     one["error_against_replicated"] = 0.01
     assert stack.agrees(found) == (claimed == 30)
-    assert ("equal" in stack.summaries(found)[0]) == (claimed == 30)
+    (text,) = stack.summaries(found)
+    assert ("equal" in text) == (claimed == 30)
+    assert "steps of up to 64 tokens 1.000 GiB more for a KV cache (outside PyTorch +1.000)" in text
 
 
 def test_layers_of_the_stack_are_rewritten() -> None:

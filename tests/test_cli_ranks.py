@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sp_passes import ranks
 from sp_passes.errors import SPError
 from sp_passes.ranks import RankError, run_ranks, tell
 
@@ -70,6 +71,22 @@ def test_a_bad_rank_ends_all(tmp_path: Path, how: str, message: str) -> None:
 def test_time_out_ends_all(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 did not end within 12 s"):
         run_ranks(_misbehave, 2, "sleep", str(tmp_path), timeout=12)
+    assert gone(tmp_path)
+
+
+def _never_parts(rank: int, world: int, folder: str) -> int:
+    Path(folder, str(os.getpid())).touch()
+    if rank == 1:  # as NCCL's does while a CUDA graph that captured it lives
+        dist.destroy_process_group = lambda: time.sleep(600)
+    return rank * 10
+
+
+def test_a_rank_that_never_parts_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_PARTING", 1.0)
+    with pytest.warns(
+        RuntimeWarning, match=r"ranks \[1\] of 2 returned, but did not end within 1 s"
+    ):
+        assert run_ranks(_never_parts, 2, str(tmp_path)) == [0, 10]
     assert gone(tmp_path)
 
 

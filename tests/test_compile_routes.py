@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import sp_passes
-from sp_passes import SequenceParallelPass, SPConfig, SPError
+from sp_passes import SequenceParallelPass, SPConfig, SPError, _private
 from sp_passes.backend import Input
 from sp_passes.ops import symmetric
 
@@ -343,6 +343,15 @@ def test_one_rank_runs_and_says_so(solo: Any) -> None:
     assert run.report is not None and "tp_size 1" in str(run.report)
     assert not released(module)
     assert run.down_weight is module.down_weight, "attributes are the module's own"
+
+
+def test_reset_reaches_captured_graphs(solo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups wait at their end for graphs that captured them; Inductor's backend resets."""
+    reset: list[str] = []
+    monkeypatch.setattr(_private, "reset_graph_trees", lambda: reset.append("trees"))
+    sp_passes.compile(nn.ReLU(), mlps.config(group=solo))(torch.zeros(2))
+    torch.compiler.reset()
+    assert reset
 
 
 def test_a_module_without_linears(solo: Any) -> None:

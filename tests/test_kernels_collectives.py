@@ -107,6 +107,12 @@ def test_numbers_of_the_copy_engine() -> None:
     sanitize.engine_reduce_scatter()
 
 
+def test_sanitize_counts_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitize.main(["--parts", "hopper,engine_all_gather"]) == 0
+    left_out, _, last = capsys.readouterr().out.splitlines()
+    assert "hopper: left out" in left_out and last == "1 of 2 parts ran, none failed"
+
+
 class AtOnce(protocol.WrittenDown):
     """Driver calls that copy when they are called."""
 
@@ -182,11 +188,12 @@ def test_one_launch_falls_back_once_and_refuses_captures(
     monkeypatch.setattr(one_launch, "_made", {})
     monkeypatch.setattr(one_shot, "shared", refuse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    group, device = SimpleNamespace(group_name="far apart", size=lambda: 2), torch.device("cpu")
+    group, device = SimpleNamespace(group_name="far apart", size=lambda: 1), torch.device("cpu")
     assert one_launch.for_group(group, device) is None
     assert one_launch.for_group(group, device) is None
     (record,) = caplog.records
-    assert "far apart, its small collectives run unfused: no peer access" in record.getMessage()
+    said = record.getMessage()
+    assert "far apart, its small collectives run unfused: rank 0: no peer access" in said
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(SPError, match="run one step of that size before capturing"):
         one_launch.for_group(SimpleNamespace(group_name="another"), device)
@@ -198,7 +205,7 @@ def test_one_launch_falls_back_once_and_refuses_captures(
 def test_unmeasured_collectives_are_unfused_and_not_estimated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def asked(call: Call) -> str:
+    def asked(*call: Any) -> str:
         raise AssertionError("the cost model has no product to weigh")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -83,7 +83,7 @@ def test_buckets() -> None:
 
 
 def test_shipped_table_names_kernels() -> None:
-    for key, buckets in tuned.MEASURED.items():
+    for key, buckets in tuned.shipped().items():
         assert key[1] in kernels.OPS
         assert [most for most, _ in buckets] == sorted(most for most, _ in buckets)
         for _, name in buckets:
@@ -242,7 +242,7 @@ def test_rows_that_are_added_do_not_change_the_dtype(
 ) -> None:
     """Also where a kernel does not add them itself; the compiled graph relies on it."""
     row = kernels.Kernel("narrow", "gemm_rs", unfused.gemm_rs, lambda call: None)
-    monkeypatch.setattr("sp_passes.ops.choose", lambda call, name: row)
+    monkeypatch.setattr("sp_passes.ops.choose", lambda *asked: row)
     x, weight = torch.randn(4, 6, dtype=torch.bfloat16), torch.randn(8, 6, dtype=torch.bfloat16)
     rows = torch.randn(4, 8)
     made = torch.ops.sp_passes.gemm_rs(x, weight, rows, "L1", None, solo.group_name, 1)
@@ -266,14 +266,14 @@ def test_no_symmetric_memory_falls_back_once(
     monkeypatch.setattr(symmetric, "SymmetricPeers", refuse)
     for name in ("_unusable", "_workspaces"):
         monkeypatch.setattr(symmetric, name, {})
-    group: Any = SimpleNamespace(group_name="far apart")
+    group: Any = SimpleNamespace(group_name="far apart", size=lambda: 1)
     for _ in range(2):
         assert symmetric.workspace(group, torch.device("cuda"), 64) is None
     assert len(caplog.records) == 1
-    assert "far apart, its ops run unfused: peer access" in caplog.records[0].getMessage()
-    assert symmetric._unusable[group.group_name, None] == (group, "peer access is not supported")
+    said = caplog.records[0].getMessage()
+    assert "far apart, its ops that need 64 bytes run unfused: rank 0: peer access" in said
     monkeypatch.setattr(symmetric, "SymmetricPeers", lambda *args: SimpleNamespace(nbytes=64))
-    later: Any = SimpleNamespace(group_name="far apart")
+    later: Any = SimpleNamespace(group_name="far apart", size=lambda: 1)
     assert symmetric.workspace(later, torch.device("cuda"), 64) is not None, "another group"
 
 
@@ -287,7 +287,7 @@ def test_too_few_signal_words_fall_back(
 
     monkeypatch.setattr(symmetric, "SymmetricPeers", Small)
     monkeypatch.setattr(symmetric, "_unusable", {})
-    group: Any = SimpleNamespace(group_name="many ranks")
+    group: Any = SimpleNamespace(group_name="many ranks", size=lambda: 1)
     assert symmetric.workspace(group, torch.device("cuda"), 64) is None
     assert "9 signal channels of 64 ranks need 2304 bytes" in caplog.records[0].getMessage()
 
@@ -319,16 +319,22 @@ def test_a_larger_call_keeps_the_old_buffer(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(symmetric, "SymmetricPeers", peers)
     monkeypatch.setattr(symmetric, "_workspaces", {})
     monkeypatch.setattr(symmetric, "_kept", [])
-    group: Any = SimpleNamespace(group_name="grows")
+    group: Any = SimpleNamespace(group_name="grows", size=lambda: 1)
     for nbytes in (64, 32, 65, 66, 128):  # a step of one token more does not keep a buffer more
         symmetric.workspace(group, torch.device("cuda"), nbytes)
     assert made == [64, 128]
     assert [old.nbytes for old in symmetric._kept] == [64]
     monkeypatch.setattr(symmetric, "_most_tokens", {})
-    symmetric.expect("grows", 100)
+    symmetric.expect("grows", 99, 4)
     symmetric.workspace(group, torch.device("cuda"), 256, tokens=8)
     symmetric.workspace(group, torch.device("cuda"), 3200, tokens=100)
     assert made[2:] == [3200]
+    symmetric.workspace(group, torch.device("cuda"), 512, tokens=8)  # wider rows, as few tokens
+    assert made[3:] == [6400]
+    symmetric.expect("grows", 200, 4)
+    monkeypatch.setattr(symmetric, "_capturing", lambda: True)
+    held = symmetric.workspace(group, torch.device("cuda"), 6400, tokens=100)
+    assert held.nbytes == 6400, "enough for what is captured"
 
 
 def test_max_tokens_reaches_the_workspaces(solo: Any, monkeypatch: pytest.MonkeyPatch) -> None:

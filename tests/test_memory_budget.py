@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from sp_passes.cli.main import app
 from sp_passes.demo import full_size
 from sp_passes.models import KimiK3Config, KimiK3Model, load_config
+from sp_passes.ops import symmetric
 from sp_passes.policy import memory
 from sp_passes.policy.memory import GIB, Budget, Serving
 from sp_passes.report import Decision
@@ -91,6 +92,23 @@ def test_gathered_weights_need_room(model: Any) -> None:
     assert found.cache(True) == budget(model).cache(True) - found.workspaces
 
 
+def test_shared_buffers_need_room(model: Any) -> None:
+    one, config = model
+    found = memory.budget(one, config, mlps_sharded(one), SERVING, {"hopper": GIB, "one_shot": 5})
+    assert found.cache(True) == budget(model).cache(True) - GIB - 5
+    assert found.cache(False) == budget(model).cache(False)
+
+
+def test_the_report_counts_the_shared_buffers_of_its_steps() -> None:
+    args = ["report", "--model", "kimi-k3", "--layers", "1", "--tp", "8", "--tokens", "8192"]
+    args += ["--gpu-memory", "0"]
+    data = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
+    held = data["memory"]["shared_buffers"]
+    assert held == {"copy engine": symmetric.buffer_bytes(8, 8192 * 7168 * 2)}
+    table = CliRunner().invoke(app, args).stdout
+    assert "shared buffers, copy engine" in table and "112.0 MiB" in table
+
+
 def test_a_model_that_does_not_fit(model: Any) -> None:
     found = budget(model, capacity=80 * GIB)
     assert found.cache(True) < 0 and found.tokens(True) == 0 and found.gain is None
@@ -119,6 +137,7 @@ def test_the_command_prints_ranges_and_memory(tmp_path: Path) -> None:
         times["best"] <= min(times["replicated"], times["sharded"]) for times in curve.values()
     )
     assert data["memory"]["kv_tokens"]["before"] > 0
+    assert data["memory"]["shared_buffers"] == {}, "nothing was measured on GB200"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ranks import Rank
 from torch import Tensor
 
 from sp_passes import ShardingError, ShardLayout, SPError
-from sp_passes.ops import kernels
+from sp_passes.ops import _ALL, kernels
 
 ours = torch.ops.sp_passes
 
@@ -82,6 +82,14 @@ def test_gradients_are_refused(solo: Any, name: str) -> None:
     op, (x, *rest), kwargs = calls(solo.group_name)[name]
     with pytest.raises(SPError, match=r"sp_passes::\w+ has no gradient.*torch\.no_grad"):
         op(x.requires_grad_(), *rest, **kwargs)
+
+
+def test_gradients_are_refused_without_a_layer_of_python() -> None:
+    """An Autograd kernel of our own would cost every call, under no_grad too."""
+    for name in _ALL:
+        for key in ("Autograd", "AutogradCPU", "AutogradCUDA"):
+            has = torch._C._dispatch_has_kernel_for_dispatch_key(f"sp_passes::{name}", key)
+            assert not has, (name, key)
 
 
 @pytest.mark.parametrize("name", NAMES)

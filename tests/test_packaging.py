@@ -66,7 +66,8 @@ def test_a_wheel_holds_every_module_and_the_data(wheel: Path) -> None:
         for path in (ROOT / folder).rglob(pattern)
     }
     assert not modules - names
-    assert {"sp_passes/models/data/kimi_k3_config.json", "sp_passes/py.typed"} <= names
+    assert {"sp_passes/models/data/kimi_k3_config.json", "sp_passes/ops/measured.json"} <= names
+    assert "sp_passes/py.typed" in names
     assert not [n for n in names if n.startswith(("tests/", "patterns/", "examples/"))]
 
 

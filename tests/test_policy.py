@@ -186,6 +186,43 @@ def test_what_each_policy_accepts() -> None:
     assert accepted(0.2) == ["memory"]
 
 
+class Gated(nn.Module):
+    """Kimi-K3's shared experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(12288, 7168, dtype=torch.bfloat16, device="meta"), False)
+        self.down = nn.Parameter(
+            torch.empty(7168, 6144, dtype=torch.bfloat16, device="meta"), False
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = nn.functional.linear(x, self.up).chunk(2, -1)
+        return nn.functional.linear(nn.functional.silu(gate) * up, self.down)
+
+
+ONE_OP = ("replicated_mlp", "ag_gemm", "gemm_rs", "ag_mlp_rs")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"tp_size": 4}, {"patterns": ONE_OP[:3]}, {"kernels": "unfused"},
+        {"token_range": (110, 129)},
+    ],
+)  # fmt: skip
+def test_one_op_is_weighed_where_a_graph_may_hold_it(changes: dict[str, Any]) -> None:
+    """At 110 to 128 tokens the MLP pays as one op on two ranks, and in parts it does not."""
+    given = {"tp_size": 2, "token_range": (110, 128), "patterns": ONE_OP, **changes}
+    config = SPConfig(**given)
+    rows = 128 // config.tp_size
+    graph = sp_passes.trace(Gated(), torch.empty(rows, 7168, dtype=torch.bfloat16, device="meta"))
+    found = [d.pattern for d in sp_passes.rewrite(graph, config).applied]
+    pays = changes in ({}, {"tp_size": 4})  # there it pays in parts
+    assert ("replicated_mlp" in found) == pays
+    assert ("ag_mlp_rs" in found) == (not changes)
+
+
 def test_slow_copies_bound_what_is_overlapped() -> None:
     hw = hardware("gb300")
     slow = replace(hw, copies=Copies(0.0, 1e9))
@@ -292,6 +329,14 @@ def test_groups_inside_a_node_do_not_pay_the_network() -> None:
     assert costs.collective("all_reduce", size, 1, hw) == 0
 
 
+def test_a_table_of_two_ranks_stands_for_others() -> None:
+    """Where as many bytes arrive: a ring of n brings 2 (n - 1) / n of the tensor."""
+    hw = hardware("h200")
+    of_two = costs.collective("all_reduce", 7 << 24, 2, hw)
+    assert costs.collective("all_reduce", 4 << 24, 8, hw) == pytest.approx(of_two)
+    assert of_two == pytest.approx(costs.between(hw.points("all_reduce"), 7 << 24))
+
+
 def test_a_file_is_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     data = {**raw("h200"), "name": "mine", "hbm": 1e12}
@@ -330,16 +375,16 @@ def test_calibrate_rehearses_on_a_cpu(solo: Any) -> None:
     assert found.collectives == hardware("gb200").collectives
 
 
-@pytest.mark.parametrize(
-    ("quick", "slow", "wanted"),
-    [(20.0, 2020.0, (134.0e9, 12.2)), (2372.0, 2385.0, None), (30.0, 20.0, None)],
-)
-def test_copies_give_a_line_or_nothing(quick: float, slow: float, wanted: Any) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_are_taken_apart(ranks: int) -> None:
+    """Of times that the cost model gives, the numbers that they were made from."""
+    hw = replace(hardware("h200"), copies=Copies(2e-6, 300e9, 20e-6))
+    times = [costs.transfer(size, ranks, hw, cut) * 1e6 for size, cut in calibrate.COPIED]
+    found = calibrate.copy_engine(times, ranks, 4e12)
+    assert found == pytest.approx({"bytes_per_s": 300e9, "latency_us": 2.0, "call_us": 20.0})
+
+
+@pytest.mark.parametrize("times", [(), (2372.0, 2372.0, 2385.0), (30.0, 30.0, 20.0)])
+def test_times_that_can_be_no_copies(times: tuple[float, ...]) -> None:
     """Two sizes that take the same time measured something else than copies."""
-    found = calibrate.latency_and_rate([(1 << 20, quick), (1 << 28, slow)], 4e12)
-    if wanted is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert found["bytes_per_s"] == pytest.approx(wanted[0], rel=0.01)
-        assert found["latency_us"] == pytest.approx(wanted[1], rel=0.01)
+    assert calibrate.copy_engine(times, 2, 4e12) is None

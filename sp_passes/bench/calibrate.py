@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a machine for the cost model, on 1 to N ranks.
 
-    python -m sp_passes.bench.calibrate OUT.json [--ranks N] [--base PROFILE]
+    python -m sp_passes.bench.calibrate OUT.json [--ranks N] [--base PROFILE] [--parts copies]
 
 On CUDA: captured graphs, medians, one rank a GPU, NCCL, the slowest rank; products after a second
 of the like, since clocks fall under load. On a CPU the same steps run at toy sizes over gloo: a
@@ -26,9 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import SPError
 from ..ops import symmetric, unfused
+from ..ops.mailbox import MOST_PIECES
 from ..policy import costs
 from ..policy.hardware import KINDS, parse, raw
 from ..ranks import run_ranks, tell
@@ -43,8 +45,9 @@ TOY_WIDTH, TOY_DEPTH, TOY_ROWS = 384, 512, (64, 256, 512)
 TOY_SIZES = tuple(1 << e for e in range(12, 21, 2))
 COPIES = 4
 SETTLE_SECONDS = 1.0
-COPIED = (1 << 20, 1 << 27)
-"""Bytes of a small and of a large copy."""
+COPIED = ((1 << 20, 1), (1 << 20, MOST_PIECES), (1 << 27, 1))
+"""Bytes to each peer, and in how many copies: few in one and in several, many in one."""
+PARTS = ("products", "collectives", "copies")
 
 Call = Callable[[], Any]
 
@@ -109,7 +112,9 @@ class Machine:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def measure(rank: int, ranks: int, base: Any, name: str | None, pg: Any = None) -> dict[str, Any]:
+def measure(
+    rank: int, ranks: int, base: Any, name: str | None, pg: Any = None, parts: Any = PARTS
+) -> dict[str, Any]:
     """This machine's profile; rank 0's is the one to keep.
 
     Args:
@@ -117,6 +122,7 @@ def measure(rank: int, ranks: int, base: Any, name: str | None, pg: Any = None) 
         base: JSON of the profile that gives what is not measured.
         name: of the profile; None: the device's.
         pg: the ranks' group; None: all processes.
+        parts: of ``PARTS``.
     """
     machine = Machine(rank, ranks, pg)
     what = f"measured {date.today().isoformat()} by sp-passes calibrate on {machine.name}"
@@ -124,19 +130,20 @@ def measure(rank: int, ranks: int, base: Any, name: str | None, pg: Any = None) 
     sources = profile["sources"]
     profile["name"] = name or machine.name.lower().replace(" ", "-")
     profile["capacity"] = machine.capacity()
-    tell("products")
-    profile |= _products(machine)
-    sources |= dict.fromkeys(("capacity", "hbm", "rates", "launch_us", "ramp_us"), what)
-    if ranks > 1:
+    sources["capacity"] = what
+    if "products" in parts:
+        tell("products")
+        profile |= _products(machine)
+        sources |= dict.fromkeys(("hbm", "rates", "launch_us", "ramp_us"), what)
+    if "collectives" in parts and ranks > 1:
         tell("collectives")
         profile["collectives"] = _collectives(machine)
         sources |= {f"collectives.{kind}": f"{what}, {ranks} ranks" for kind in KINDS}
         profile["one_shot"] = None
         sources["one_shot"] = "none: the collectives above are all that ran"
-    if machine.on_gpu and ranks > 1:
+    if "copies" in parts and machine.on_gpu and ranks > 1:
         tell("copies")
-        times = _copies(machine)
-        found = times and latency_and_rate(times, profile["hbm"])
+        found = copy_engine(_copies(machine), ranks, profile["hbm"])
         if found:
             profile["copy_engine"] = found
             sources["copy_engine"] = f"{what}, {ranks} ranks at once, both ways, with signals"
@@ -178,7 +185,7 @@ def _rate(rows: int, found: dict[int, float], launch: float, wide: int, deep: in
 
 
 def _collectives(machine: Machine) -> dict[str, list[list[float]]]:
-    """``[bytes, µs]`` of each kind, of what the unfused ops run."""
+    """``[bytes, µs]`` of each kind, of what the unfused ops run. Bytes arrive at one rank."""
     n, pg = machine.ranks, machine.pg
     out: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     for size in SIZES if machine.on_gpu else TOY_SIZES:
@@ -190,46 +197,64 @@ def _collectives(machine: Machine) -> dict[str, list[list[float]]]:
         calls: dict[str, tuple[float, Call]] = {
             "all_gather": (arriving, partial(unfused.all_gather, own, pg, n)),
             "reduce_scatter": (arriving, partial(unfused.reduce_scatter, whole, pg, n)),
-            "all_reduce": (total, partial(dist.all_reduce, whole, group=pg)),
+            "all_reduce": (2 * arriving, partial(dist.all_reduce, whole, group=pg)),
         }
         for kind, (counted, call) in calls.items():
             out[kind].append([counted, machine.slowest_us(call, size)])
     return out
 
 
-def _copies(machine: Machine) -> list[tuple[int, float]]:
-    """Bytes and µs of a small and of a large copy to a peer, in the workspace of the ops.
+def _copies(machine: Machine) -> list[float]:
+    """µs of a call for each of ``COPIED``, by the copy engine in the workspace of the ops.
 
-    Every rank copies to every other at once, behind their barrier and with a signal each, as
-    the overlapped ops do. Empty where peers cannot be reached.
+    Every rank copies to every other at once, behind their barrier and with a signal for each
+    copy, as the overlapped ops do. Empty where peers cannot be reached.
     """
     out = []
-    for count in COPIED:
+    for count, pieces in COPIED:
         rows = torch.zeros((count // 1024, 1024), dtype=torch.uint8, device=machine.device)
-        shape = (machine.ranks, *rows.shape)
         peers = symmetric.workspace(machine.pg, machine.device, machine.ranks * count)
         if peers is None:
             return []
-        spent = machine.slowest_us(partial(peers.exchange, rows, shape), count)
-        out.append((count, spent / (machine.ranks - 1)))
+        out.append(machine.slowest_us(partial(_exchange, peers, rows, pieces), count))
     return out
 
 
-def latency_and_rate(times: Sequence[tuple[int, float]], hbm: float) -> dict[str, float] | None:
-    """The line through a small and a large copy; None where it can be no copy's.
+def _exchange(peers: Any, rows: Tensor, pieces: int) -> None:
+    """``rows`` to every peer in so many pieces."""
+    shape, parts = (peers.size, *rows.shape), rows.chunk(pieces)
+    peers.fork()
+    peers.open()
+    for step in range(1, peers.size):
+        for piece, part in enumerate(parts):
+            peers.push(part, step, shape, piece * parts[0].shape[0], piece)
+    peers.wait_all(pieces)
+    peers.merge()
+
+
+def copy_engine(times: Sequence[float], ranks: int, hbm: float) -> dict[str, float] | None:
+    """The profile's numbers from :func:`_copies`; None where its times can be no copies'.
 
     Args:
-        times: ``(bytes, µs)`` of both.
         hbm: bytes a second of the memory, which no link outruns.
     """
-    (few, quick), (many, slow) = times
-    if slow <= quick or (many - few) / (slow - quick) * 1e6 > hbm:
+    if not times:
         return None
-    rate = (many - few) / (slow - quick) * 1e6
-    return {"bytes_per_s": rate, "latency_us": max(0.0, quick - few / rate * 1e6)}
+    (few, quick), (_, apart), (many, slow) = (
+        (n, t) for (n, _), t in zip(COPIED, times, strict=True)
+    )
+    peers = ranks - 1
+    if slow <= quick or peers * (many - few) / (slow - quick) * 1e6 > hbm:
+        return None
+    rate = peers * (many - few) / (slow - quick) * 1e6
+    latency = max(0.0, (apart - quick) / (COPIED[1][1] - 1) / peers)
+    call = max(0.0, quick - peers * (latency + few / rate * 1e6))
+    return {"bytes_per_s": rate, "latency_us": latency, "call_us": call}
 
 
-def calibrate(ranks: int | None, base: str, name: str | None, say: Any = None) -> dict[str, Any]:
+def calibrate(
+    ranks: int | None, base: str, name: str | None, say: Any = None, parts: Sequence[str] = PARTS
+) -> dict[str, Any]:
     """The profile of this machine, checked.
 
     Args:
@@ -237,10 +262,14 @@ def calibrate(ranks: int | None, base: str, name: str | None, say: Any = None) -
         base: profile that gives what is not measured.
         name: of the profile.
         say: called with a word on where it is.
+        parts: of ``PARTS``: what to measure, the rest is the base profile's.
 
     Raises:
-        SPError: fewer than one rank, or more than there are GPUs.
+        SPError: a part that there is not, fewer than one rank, or more than there are GPUs.
     """
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        raise SPError(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = ranks if ranks is not None else max(1, gpus) if gpus else 2
     if count < 1:
@@ -248,7 +277,8 @@ def calibrate(ranks: int | None, base: str, name: str | None, say: Any = None) -
     if gpus and count > gpus:
         raise SPError(f"--ranks {count}: this machine has {gpus} GPUs; give 1 to {gpus}")
     notify = None if say is None else lambda rank, text: say(text) if rank == 0 else None
-    profile = run_ranks(measure, count, raw(base), name, timeout=300, notify=notify)[0]
+    given = (raw(base), name, None, tuple(parts))
+    profile = run_ranks(measure, count, *given, timeout=300, notify=notify)[0]
     parse(profile, "calibrate")
     return profile
 
@@ -269,7 +299,8 @@ def changes(base: Any, found: Any) -> list[Change]:
         ("launch, µs", old.launch * 1e6, new.launch * 1e6),
         ("ramp, µs", old.ramp * 1e6, new.ramp * 1e6),
         ("copy engine, GB/s", old.copies.bandwidth / 1e9, new.copies.bandwidth / 1e9),
-        ("copy engine, latency µs", old.copies.latency * 1e6, new.copies.latency * 1e6),
+        ("copy engine, µs a copy", old.copies.latency * 1e6, new.copies.latency * 1e6),
+        ("copy engine, µs a call", old.copies.call * 1e6, new.copies.call * 1e6),
     ]
     for flop, rate in new.rates:
         out.append(
@@ -296,8 +327,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--base", default="h200")
     parser.add_argument("--name")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
     given = parser.parse_args()
-    profile = calibrate(given.ranks, given.base, given.name, print)
+    profile = calibrate(given.ranks, given.base, given.name, print, given.parts.split(","))
     given.out.write_text(json.dumps(profile, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(profile, indent=1, ensure_ascii=False))
     print(f"against {given.base}:")

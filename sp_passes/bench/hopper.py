@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-launch kernels of ``ops.hopper`` in one process: results, and the product's speed.
+"""The kernels of ``ops.hopper`` and ``hopper_copy`` in one process: results and host time.
 
-    python -m sp_passes.bench.hopper --out FILE [--parts check,product,loop] [--widths]
+    python -m sp_passes.bench.hopper --out FILE [--parts check,loop]
 
-``check``: as rank 0 of 1 to 8 whose pushes come back to itself, against float64. ``product``:
-every signal set from the start, against ``torch.mm``; ``--widths`` times every tile width, not
-only the one that would be chosen. ``loop``: pushes included, with memory as the link.
+``check``: as rank 0 of 1 to 8 whose pushes come back to itself, against float64. ``loop``: times,
+pushes included, with memory as the link. ``bench.gemm`` times the products alone.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ..ops import hopper, hopper_widths
+from ..ops import hopper, hopper_code, hopper_copy, hopper_widths
+from .links import LoopBackPeers
 from .timing import host_us, relative_error, replay_us, versions
 
 Row = dict[str, Any]
-# (n, k) of one rank of Kimi-K3 at TP8: KDA, MLA, shared experts, q_a + kv_a; and their way back.
-AG_SHAPES = ((6288, 7168), (3648, 7168), (1536, 7168), (2112, 7168))
-RS_SHAPES = ((7168, 768), (7168, 1536))
-TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -85,6 +82,36 @@ def check_rs(size: int, rows: int, n: int, k: int, width: int | None, bias: bool
             "error": error, "same": True, "clean": clean}  # fmt: skip
 
 
+def check_copies(op: str, size: int, rows: int, n: int, k: int, bias: bool = False) -> Row:
+    """``hopper_copy``, with a copy between buffers of this GPU for each that a rank would get."""
+    ag = op == "ag"
+    peers: Any = LoopBackPeers(size, (rows, k if ag else n), torch.bfloat16, "device", ag)
+    assert peers.lanes is not None, "the driver's calls are not to be had"
+    weight, vector = draw(n, k) / k**0.5, draw(n) if bias else None
+    error, same, add = 0.0, True, 0 if vector is None else vector.double()
+    for _ in range(5):
+        x = draw(rows if ag else size * rows, k)
+        if ag:
+            peers.slots.fill_(float("nan"))
+            (out,) = hopper_copy.gather_products(x, [weight], [vector], peers)
+            ref = torch.cat([x, peers.far[1:].flatten(0, 1)]).double() @ weight.double().t() + add
+        else:
+            out = hopper_copy.product_reduce(x, weight, vector, peers)
+            # Sums whose parts are not there at once come from the second kernel.
+            with patch.object(hopper_code, "PATIENCE_NS", 0):
+                hopper_copy.kernel_view(peers).launches.clear()
+                same &= out.equal(hopper_copy.product_reduce(x, weight, vector, peers))
+                hopper_copy.kernel_view(peers).launches.clear()
+            made = (x.double() @ weight.double().t()).view(size, rows, n)
+            ref = peers.slots[1:].double().sum(0) + made[0] + add
+            error = max(error, relative_error(peers.far[1:], made[1:].flip(0)))
+        error = max(error, relative_error(out, ref))
+    clean = not bool(int(peers.local[1])) and not bool(peers.local[4:].any())
+    clean &= not bool(peers._words.any())
+    return {"op": f"{op} copies", "size": size, "rows": rows, "n": n, "k": k, "error": error,
+            "same": same, "clean": clean}  # fmt: skip
+
+
 def check() -> list[Row]:
     half = {"dtype": torch.float16}
     cases: list[Callable[[], Row]] = [
@@ -104,6 +131,15 @@ def check() -> list[Row]:
         lambda: check_rs(8, 7, 7168, 768, None, True),
         lambda: check_rs(4, 513, 1032, 1536, 192, True),
         lambda: check_rs(8, 1024, 7168, 768, None),
+        *(
+            lambda op=op, at=at: check_copies(op, *at)
+            for op in ("ag", "rs")
+            for at in (
+                (2, 300, 1544, 712), (2, 1300, 1544, 712), (3, 1100, 264, 712, True),
+                (8, 1, 7168, 768), (8, 7, 7168, 768, True), (4, 513, 1032, 1536),
+                (2, 4096, 7168, 1536),
+            )
+        ),
     ]  # fmt: skip
     rows = []
     for case in cases:
@@ -115,64 +151,6 @@ def check() -> list[Row]:
 
 
 # --- speed ------------------------------------------------------------------------------
-
-
-def set_from_the_start(peers: hopper.Peers, slots: Tensor) -> None:
-    """Random rows in both halves, and counters that let everybody through."""
-    half = peers.half_bytes // 2
-    peers.mine.view(torch.bfloat16)[: slots.numel()] = slots.flatten()
-    peers.mine.view(torch.bfloat16)[half : half + slots.numel()] = slots.flatten()
-    peers.kept[2 * peers.half_bytes :].view(torch.int32).fill_(1 << 30)
-    peers.rehearse = 1
-
-
-Cut = tuple[int | None, int]  # columns of a tile, rows of tiles at a time
-
-
-def product_row(op: str, n: int, k: int, m: int, cuts: Sequence[Cut]) -> Row:
-    """µs of the product with signals set, and of ``torch.mm`` before and after it."""
-    size, rows = 8, m // 8
-    peers = hopper.loop_back(DEVICE, size, rows, k if op == "ag" else n)
-    weight, x = draw(n, k) / k**0.5, draw(m, k)
-    set_from_the_start(peers, x if op == "ag" else draw(m, n))
-
-    def call(width: int | None, group: int) -> Callable[[], Any]:
-        if op == "ag":
-            return lambda: hopper.gather_products(x[:rows], [weight], [None], peers, width, group)
-        return lambda: hopper.product_reduce(x, weight, None, peers, width, group)
-
-    mm = lambda: x @ weight.t()  # noqa: E731
-    usual = (None, 8 if op == "ag" else 4)
-    before = replay_us([mm] * 4, 10)
-    chosen = replay_us([call(*usual)] * 4, 10)
-    us = {cut: replay_us([call(*cut)] * 4, 10) for cut in cuts}
-    both = (before + replay_us([mm] * 4, 10)) / 2
-    if op == "ag":
-        (out,) = call(*usual)()
-        assert relative_error(out, x.double() @ weight.double().t()) < 1e-2
-    tall = size * -(-rows // hopper_widths.BM)
-    return {
-        "op": op, "n": n, "k": k, "tokens": m, "mm_us": round(both, 1), "us": round(chosen, 1),
-        "width": hopper_widths.width_for(size, rows, (n,), k, peers.programs) if op == "ag"
-        else hopper_widths.width_back(tall, n, peers.programs),
-        "cuts": {f"{width}, {group}": round(t, 1) for (width, group), t in us.items()},
-        "ratio": round(both / chosen, 3), "best": round(both / min(chosen, *us.values()), 3)
-        if us else None,
-    }  # fmt: skip
-
-
-def product(every: bool, ops: Sequence[str]) -> list[Row]:
-    rows = []
-    for op in ops:
-        widths = hopper_widths.WIDTHS if op == "ag" else hopper_widths.WIDTHS_BACK
-        for n, k in AG_SHAPES if op == "ag" else RS_SHAPES:
-            for m in TOKENS:
-                cuts = [(w, 8 if op == "ag" else 4) for w in widths if m <= 4096 or w >= 144]
-                more = [(None, group) for group in (2, 4, 8, 12, 16) if m >= 4096]
-                rows.append(product_row(op, n, k, m, [*cuts, *more] if every else []))
-                print(rows[-1], flush=True)
-                torch.cuda.empty_cache()
-    return rows
 
 
 def loop_row(op: str, n: int, k: int, m: int) -> Row:
@@ -207,16 +185,12 @@ def loop() -> list[Row]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="check,product,loop")
-    parser.add_argument("--ops", default="ag,rs", help="of the part product")
-    parser.add_argument("--widths", action="store_true", help="time every tile width")
+    parser.add_argument("--parts", default="check,loop")
     args = parser.parse_args(argv)
-    hopper.SPIN_SECONDS = 3
+    hopper_code.SPIN_SECONDS = 3
     command = "python -m sp_passes.bench.hopper " + " ".join(argv or sys.argv[1:])
     results: dict[str, Any] = {"command": command, **versions()}
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "check": check, "product": lambda: product(args.widths, args.ops.split(",")), "loop": loop,
-    }  # fmt: skip
+    parts: dict[str, Callable[[], list[Row]]] = {"check": check, "loop": loop}
     failed = False
     for name in args.parts.split(","):
         try:

@@ -20,7 +20,7 @@ import json
 import os
 import pstats
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import residents
 from ..ops import (
     collective_engine,
     copy_engine,
@@ -192,6 +193,11 @@ def around(device: str) -> list[Row]:
     }
     try:
         with torch.inference_mode():
+            for call, weight in zip(calls.values(), (up, down), strict=True):
+                call()
+                entry = residents.entry_of(weight)
+                assert entry is not None
+                entry.shard = weight  # as on several ranks; one takes its part anew at each call
             found = [timed(f"{op} around its kernel", c, part="op") for op, c in calls.items()]
         with torch.no_grad():
             found += [timed(f"{op}, no_grad", c, part="op") for op, c in calls.items()]
@@ -234,7 +240,7 @@ def alone(args: argparse.Namespace) -> Row:
 # --- a group over real links ------------------------------------------------------------
 
 
-def group_rows(pg: Any, rows: int, device: str) -> list[Row]:
+def group_rows(pg: Any, rows: int, device: str) -> Iterator[Row]:
     """Every kernel of the table for this device, and the whole ops around them."""
     size, name = pg.size(), pg.group_name
     made = torch.Generator(device=device).manual_seed(7)
@@ -248,7 +254,8 @@ def group_rows(pg: Any, rows: int, device: str) -> list[Row]:
     part, back = random(n, hidden), random(hidden, k)
     ag, rs = torch.ops.sp_passes.ag_gemm.default, torch.ops.sp_passes.gemm_rs.default
     cut, cut_back = f"S0[{n * size}]", f"S1[{k * size}]"
-    found = link_rows(pg, x) if device == "cuda" else []
+    if device == "cuda":
+        yield from link_rows(pg, x)
     for (op, kernel), row in _TABLE.items():
         call = Call(op, device, DTYPE, n, hidden, size * rows, size)
         if op not in ("ag_gemm", "gemm_rs") or row.why_not(call) is not None:
@@ -267,25 +274,25 @@ def group_rows(pg: Any, rows: int, device: str) -> list[Row]:
                 dist.barrier(pg)
                 with forced(at_once):
                     about = {"part": what, "ranks": size, "rows": rows, "mode": mode}
-                    found.append(timed(f"{op} {kernel}", run, **about))
-    return found
+                    yield timed(f"{op} {kernel}", run, **about)
 
 
-def link_rows(pg: Any, x: Tensor) -> list[Row]:
+def link_rows(pg: Any, x: Tensor) -> Iterator[Row]:
     """Single driver calls to a peer's memory."""
     size, nbytes = pg.size(), x.numel() * x.element_size()
     peers = symmetric.workspace(pg, x.device, size * nbytes)
     if peers is None or peers.lanes is None:
-        return []
+        return
     lanes, peer, shape = peers.lanes, (pg.rank() + 1) % size, (size, *x.shape)
     spare = peers._words[peer][-1:].data_ptr()  # the word that no call waits for
     calls: dict[str, Callable[[], Any]] = {
         "driver: copy to a peer": lambda: lanes.put(peer, 0, x.data_ptr(), nbytes),
         "driver: write to a peer": lambda: lanes.calls.write(spare, 1, lanes.side),
-        "driver: barrier": lanes.meet,
+        # No barrier alone: its words may be set again only by a call that has moved rows (lanes).
         "exchange": lambda: peers.exchange(x, shape),
     }
-    return [timed(what, call, part="single", ranks=size) for what, call in calls.items()]
+    for what, call in calls.items():
+        yield timed(what, call, part="single", ranks=size)
 
 
 def over_links(args: argparse.Namespace) -> Row:
@@ -314,7 +321,11 @@ def over_links(args: argparse.Namespace) -> Row:
                 _save(args, result)
     else:
         with torch.inference_mode():
-            result["rows"] = group_rows(pg, args.rows, device)
+            for row in group_rows(pg, args.rows, device):
+                result["rows"].append(row)
+                if pg.rank() == 0:
+                    print(_line(row), flush=True)
+                    _save(args, result)
     made = symmetric.workspace(pg, torch.device(device), 0) if device == "cuda" else None
     result["driver_calls"] = made is not None and made.lanes is not None
     result["why_no_driver_calls"] = getattr(made, "no_lanes", "no workspace")
@@ -328,11 +339,14 @@ def _save(args: argparse.Namespace, result: Row) -> None:
     args.out.write_text(json.dumps({**about, **result}, indent=1))
 
 
+def _line(row: Row) -> str:
+    about = " ".join(str(row[k]) for k in ("part", "ranks", "mode") if row.get(k))
+    return f"{row['what']:40} {row['host_us']:8.2f} µs  (least {row['least_us']})  {about}"
+
+
 def _print(result: Row) -> None:
-    for row in result["rows"]:
-        if "least_us" in row:
-            about = " ".join(str(row[k]) for k in ("part", "ranks", "mode") if row.get(k))
-            print(f"{row['what']:40} {row['host_us']:8.2f} µs  (least {row['least_us']})  {about}")
+    for row in result["rows"] if "rank" not in result else ():  # of a group: printed as made
+        print(_line(row))
     for what, rows in result.get("profile", {}).items():
         print(f"-- {what}, 8 ranks: µs of its own and calls, a call")
         for row in rows:

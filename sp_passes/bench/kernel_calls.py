@@ -20,6 +20,7 @@ from ..ops import (
     copy_engine,
     features,
     gather_engine,
+    hopper_copy,
     one_launch,
     triton_gemm,
     unfused,
@@ -146,7 +147,17 @@ def _ag_gemm_alone(n: int, k: int, m: int, tp: int, link: str) -> Calls:
         "unfused": in_turn,
         "copy_engine": partial(copy_engine.gather_products, *args),
         "triton": partial(triton_gemm.gather_products, *args),
+        **_hopper_copy("ag_gemm", peers, hopper_copy.gather_products, x, [weight], [None]),
     }
+
+
+def _hopper_copy(
+    op: str, peers: LoopBackPeers, run: Callable[..., Any], *args: Any
+) -> dict[str, Callable[[], Any]]:
+    call = Call(op, "cuda", DTYPE, 8, 8, 8, peers.size)
+    if peers.lanes is None or _TABLE[op, "hopper_copy"].why_not(call) is not None:
+        return {}
+    return {"hopper_copy": partial(run, *args, peers)}
 
 
 def _gemm_rs_alone(n: int, k: int, m: int, tp: int, link: str) -> Calls:
@@ -163,6 +174,7 @@ def _gemm_rs_alone(n: int, k: int, m: int, tp: int, link: str) -> Calls:
         "transfer": peers.transfer,
         "unfused": in_turn,
         "copy_engine": partial(copy_engine.product_reduce, x, weight, None, True, peers),
+        **_hopper_copy("gemm_rs", peers, hopper_copy.product_reduce, x, weight, None),
     }
 
 

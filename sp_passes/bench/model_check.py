@@ -19,7 +19,7 @@ from ..errors import SPError
 from ..models import KimiK3Config, KimiK3Model, init_weights, shrunken_config
 from ..models.layers import Made, RMSNorm
 from ..models.moe import SituMLP
-from ..ops import copy_engine, gather_engine, hopper, one_shot, triton_gemm
+from ..ops import copy_engine, gather_engine, hopper, hopper_copy, one_shot, triton_gemm
 from .devices import Place
 
 ROWS = (24, 3, 8)
@@ -33,12 +33,15 @@ LAUNCHERS: dict[str, tuple[Any, str]] = {
     "triton ag_gemm": (triton_gemm, "gather_products"),
     "hopper ag_gemm": (hopper, "gather_products"),
     "hopper gemm_rs": (hopper, "product_reduce"),
+    "hopper_copy ag_gemm": (hopper_copy, "gather_products"),
+    "hopper_copy gemm_rs": (hopper_copy, "product_reduce"),
     "one_shot mlp": (one_shot.OneShot, "mlp"),
 }
 EXPECTED = {
     "copy_engine": ("copy_engine ag_gemm", "copy_engine gemm_rs"),
     "triton": ("triton ag_gemm",),
     "hopper": ("hopper ag_gemm", "hopper gemm_rs"),
+    "hopper_copy": ("hopper_copy ag_gemm", "hopper_copy gemm_rs"),
 }
 
 

@@ -133,10 +133,12 @@ class Asked:
         skip: names of checks to leave out.
     """
 
-    kernels: tuple[str, ...] = ("auto", "hopper", "copy_engine", "triton", "unfused")
+    kernels: tuple[str, ...] = (
+        "auto", "hopper", "hopper_copy", "copy_engine", "triton", "unfused",
+    )  # fmt: skip
     replays: int = 50
     kinds: tuple[str, ...] = KINDS
-    seconds: float = 80.0
+    seconds: float = 95.0
     limit: float = 40.0
     skip: tuple[str, ...] = ()
 
@@ -264,7 +266,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernels", default=",".join(Asked.kernels))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--replays", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=80, help="begin no check after these")
+    parser.add_argument(
+        "--seconds", type=float, default=Asked.seconds, help="begin no check after these"
+    )
     parser.add_argument("--limit", type=float, default=40, help="seconds for one check")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)

@@ -5,9 +5,9 @@
     python -m sp_passes.bench.stack --toy --ranks 2            a dry run, on a CPU too
 
 Layers are those of ``short_context``: no routed experts, a context of one token. Times are
-medians of replayed CUDA graphs on the slowest rank, all variants in one run on the same weights.
-``pair`` is one MLP of the shared experts alone, for few to many tokens, in every form the ops
-have.
+medians of replayed CUDA graphs on the slowest rank. Each variant has ranks of its own, which make
+the same weights; so what one leaves behind is in no other's memory. ``pair`` is one MLP of the
+shared experts alone, for few to many tokens, in every form the ops have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import SPConfig, compile, resident_bytes, unshard
+from .. import SPConfig, compile, resident_bytes
 from .._private import constant_floats, drop_cublas_workspaces
 from ..errors import SPError
 from ..models import KimiK3Config, load_config, shrunken_config
@@ -42,7 +42,7 @@ from .timing import relative_error, versions
 
 TOKENS = (8, 64, 256, 1024, 4096, 8192)
 MOST_COMPARED = 1024
-"""Tokens up to which results are kept to be compared; more would show in the memory."""
+"""Tokens up to which results are compared with replicated ones."""
 
 
 @dataclass(frozen=True)
@@ -77,63 +77,40 @@ class Asked:
 # --- layers -----------------------------------------------------------------------------
 
 
-Found = Callable[[dict[str, Any]], None]
+def measure_layers(place: Place, asked: Asked, variant: str) -> dict[str, Any]:
+    """The layers replicated, or rewritten in one way, in ranks that have run nothing else.
 
-
-def measure_layers(place: Place, asked: Asked, dog: Watchdog, done: Found) -> None:
-    """The layers replicated, then rewritten in each way: one module, so the same weights.
-
-    Args:
-        done: is given what was measured so far, after each variant.
+    Returns:
+        ``us``: of a step, for each of ``asked.tokens``; ``memory`` (:func:`memory`); of a rewritten
+        variant also what its report says and its ``error_against_replicated``.
     """
     config = asked.config()
     tp = TP(place.size, place.rank, str(place.pg.group_name))
     module = Layers(config, tp, Made(torch.bfloat16, place.device))
     inputs = {m: own_rows(place, m, config.hidden_size) for m in asked.tokens}
-    times: dict[str, dict[int, float]] = {}
-    before: dict[str, int] = {}
-    variants: dict[str, Any] = {}
-    outs: dict[int, Tensor] = {}
-    for variant in (REPLICATED, *asked.kernels):
-        place.say(f"{variant}: compiling")
-        dog.start(variant)
-        torch._dynamo.reset()
-        start = time.perf_counter()
-        model = _model(place, module, variant, asked)
-        errors = {}
-        for m in sorted(inputs, reverse=True):  # so that shared buffers are made once
-            with constant_floats():
-                out = model(inputs[m])
-            if m <= MOST_COMPARED:
-                errors[m] = relative_error(out, outs.setdefault(m, out))
-        seconds = time.perf_counter() - start
-        place.say(f"{variant}: {seconds:.0f} s to the first results")
-        times[variant] = {m: _us(place, model, x) for m, x in inputs.items()}
-        if variant == REPLICATED:
-            del model, out
-            before = memory(place, module)  # with what NCCL and the kernels' code take
-        else:
-            report = model.report
-            variants[variant] = {
-                "sites": len(report.applied), "report_saves": report.bytes_saved_per_rank,
-                "error_against_replicated": max(errors.values(), default=None),
-                "crossover": crossover(times[REPLICATED], times[variant]),
-                "seconds": round(seconds, 1), "report": str(report),
-            }  # fmt: skip
-            del model, out
-            variants[variant]["after"] = memory(place, module)
-            unshard(module)
-        dog.stop()
-        done({
-            "layers": list(config.layer_types), "hidden_size": config.hidden_size,
-            "left_out": "routed experts; attention has a context of one token",
-            "rows": [{"tokens": m, "us": {v: t[m] for v, t in times.items()}} for m in inputs],
-            "before": before, "variants": variants,
-        })  # fmt: skip
-
-
-def _us(place: Place, model: Any, x: Tensor) -> float:
-    return step_us(place, lambda: model(x))
+    compared = [] if variant == REPLICATED else [m for m in inputs if m <= MOST_COMPARED]
+    wanted = {m: module(inputs[m]) for m in compared}
+    errors = {}
+    start = time.perf_counter()
+    model = _model(place, module, variant, asked)
+    for m in sorted(inputs, reverse=True):  # so that shared buffers are made once
+        with constant_floats():
+            out = model(inputs[m])
+        if m in wanted:
+            errors[m] = relative_error(out, wanted.pop(m))
+    seconds = time.perf_counter() - start
+    place.say(f"{variant}: {seconds:.0f} s to the first results")
+    del out
+    us = [step_us(place, partial(model, x)) for x in inputs.values()]
+    most = inputs[max(inputs)]
+    found = {"us": us, "seconds": round(seconds, 1), "memory": memory(place, module, model, most)}
+    if variant == REPLICATED:
+        return found
+    report = model.report
+    return found | {
+        "sites": len(report.applied), "report_saves": report.bytes_saved_per_rank,
+        "error_against_replicated": max(errors.values(), default=None), "report": str(report),
+    }  # fmt: skip
 
 
 def _model(place: Place, module: Layers, variant: str, asked: Asked) -> Any:
@@ -147,46 +124,68 @@ def _model(place: Place, module: Layers, variant: str, asked: Asked) -> Any:
     return compile(module, config, dynamic=True)
 
 
-def memory(place: Place, module: torch.nn.Module) -> dict[str, int]:
-    """Bytes of this rank: weights and shards, what the allocator gave out, what the GPU holds.
+def memory(
+    place: Place, module: torch.nn.Module, model: Callable[[Tensor], Any], x: Tensor
+) -> dict[str, int]:
+    """Bytes of this rank.
 
-    The last has everything in it: the buffers of NCCL and of symmetric memory, and the context.
+    ``parameters``: weights and shards. ``peak``: most that PyTorch gave out during a step, weights
+    and all. ``outside``: on the GPU and not of PyTorch's allocator: symmetric memory, NCCL, code,
+    the context. What peak and outside leave of a GPU is a KV cache's; vLLM counts so too.
     """
     gc.collect()
     found = {"parameters": resident_bytes(module)}
     if place.cuda:
-        place.sync()
+        place.meet()
         drop_cublas_workspaces()
         torch.cuda.empty_cache()
-        found["allocated"] = torch.cuda.memory_allocated(place.device)
+        torch.cuda.reset_peak_memory_stats(place.device)
+        model(x)
+        place.meet()
+        found["peak"] = torch.cuda.max_memory_allocated(place.device)
         free, total = torch.cuda.mem_get_info(place.device)
-        found["device"] = total - free
+        found["outside"] = total - free - torch.cuda.memory_reserved(place.device)
     return found
+
+
+def combined(asked: Asked, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One result of those of the variants that are there, the replicated one among them."""
+    config = asked.config()
+    times = {name: dict(zip(asked.tokens, one["us"], strict=True)) for name, one in found.items()}
+    variants = {
+        name: {key: value for key, value in one.items() if key not in ("us", "memory")}
+        | {"after": one["memory"], "crossover": crossover(times[REPLICATED], times[name])}
+        for name, one in found.items() if name != REPLICATED
+    }  # fmt: skip
+    return {
+        "layers": list(config.layer_types), "hidden_size": config.hidden_size,
+        "left_out": "no routed experts; attention has a context of one token",
+        "rows": [{"tokens": m, "us": {v: t[m] for v, t in times.items()}} for m in asked.tokens],
+        "before": found[REPLICATED]["memory"], "variants": variants,
+    }  # fmt: skip
 
 
 # --- the run ----------------------------------------------------------------------------
 
 
-def work(rank: int, size: int, asked: Asked) -> None:
-    """All that is asked for, in one rank."""
+PAIR = "the MLP pair"
+
+
+def work(rank: int, size: int, asked: Asked, part: str) -> None:
+    """The pair, or one variant of the layers, in one rank."""
     place = join(rank, size)
     if not place.cuda:
         from ..demo.shrunken import quiet_inductor
 
         quiet_inductor()
-    result: dict[str, Any] = {"ranks": size, "asked": asdict(asked), **versions()}
-    dog = Watchdog(asked.limit)
+    place.say(f"{part}: starting")
+    Watchdog(asked.limit).start(part)
+    tell = partial(tell_result, place)
     with torch.no_grad(), collectives(place):
-        if asked.pair:
-            dog.start("the MLP pair")
-            mlp_pair.measure(place, asked.toy, partial(_note, place, result, "pair"))
-        if asked.layers:
-            measure_layers(place, asked, dog, partial(_note, place, result, "stack"))
-
-
-def _note(place: Place, result: dict[str, Any], part: str, found: dict[str, Any]) -> None:
-    result[part] = found
-    tell_result(place, result)
+        if part == PAIR:
+            mlp_pair.measure(place, asked.toy, lambda found: tell({**versions(), "found": found}))
+        else:
+            tell({**versions(), "found": measure_layers(place, asked, part)})
 
 
 def run(
@@ -196,7 +195,8 @@ def run(
     notify: Callable[[int, str], None] | None = None,
     save: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure on ``ranks`` local processes.
+    """Measure on ``ranks`` local processes: new ones for each part, so that none finds what
+    another left behind.
 
     Args:
         timeout: seconds for everything.
@@ -219,15 +219,27 @@ def run(
         )
     if asked.toy:
         asked = replace(asked, tokens=tuple(m for m in asked.tokens if m <= 64))
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"ranks": ranks, "asked": asdict(asked)}
+    layers: dict[str, dict[str, Any]] = {}
 
-    def more(found: dict[str, Any]) -> None:
-        result.update(found)
+    def more(part: str, told: dict[str, Any]) -> None:
+        found = told.pop("found")
+        if part == PAIR:
+            result.update(told, pair=found)
+        else:
+            layers[part] = found
+            result.update(told, stack=combined(asked, layers))
         if save is not None:
             save.write_text(json.dumps(result, indent=1))
 
-    with environment(ranks):
-        run_ranks(work, ranks, asked, timeout=timeout, notify=hearing(more, notify))
+    end = time.monotonic() + timeout
+    parts = [PAIR] * asked.pair + [REPLICATED, *asked.kernels] * bool(asked.layers)
+    for part in parts:
+        with environment(ranks):
+            left = max(end - time.monotonic(), 1.0)
+            run_ranks(
+                work, ranks, asked, part, timeout=left, notify=hearing(partial(more, part), notify)
+            )
     return result
 
 
@@ -265,19 +277,29 @@ def agrees(stack: dict[str, Any]) -> bool:
     return all(freed(stack, name) == one["report_saves"] for name, one in found.items())
 
 
+def room(stack: dict[str, Any], variant: str) -> int | None:
+    """Bytes that a rank has more for its KV cache than replicated; see :func:`memory`."""
+    before, after = stack["before"], stack["variants"][variant]["after"]
+    if "peak" not in before:
+        return None
+    return sum(before[what] - after[what] for what in ("peak", "outside"))
+
+
 def summaries(stack: dict[str, Any]) -> list[str]:
-    """Of each variant: where it crosses over, and what it freed."""
-    before = stack["before"]
+    """Of each variant: where it crosses over, what it freed, and what is left of that."""
+    before, most = stack["before"], max((row["tokens"] for row in stack["rows"]), default=0)
     whole = before["parameters"] / GIB
     out = []
     for name, one in stack["variants"].items():
-        gone, saves = freed(stack, name), one["report_saves"]
+        gone, saves, more = freed(stack, name), one["report_saves"], room(stack, name)
         agree = "equal" if gone == saves else f"DIFFERENT by {gone - saves} bytes"
         text = f"{name}: {one['sites']} sites, crossover {tokens_text(one['crossover'])}; "
         text += f"weights of a rank {whole:.3f} GiB, freed {gone / GIB:.3f}, the report says "
         text += f"{saves / GIB:.3f}: {agree}"
-        for what in sorted(before.keys() - {"parameters"}):
-            text += f"; {what} {(before[what] - one['after'][what]) / GIB:.3f} GiB less"
+        if more is not None:
+            outside = (one["after"]["outside"] - before["outside"]) / GIB
+            text += f"; with steps of up to {most} tokens {more / GIB:.3f} GiB more for a KV cache "
+            text += f"(outside PyTorch {outside:+.3f})"
         if one["error_against_replicated"] is not None:
             text += f"; {one['error_against_replicated']:.1e} from the replicated results"
         out.append(text)

@@ -11,11 +11,11 @@ from torch import nn
 
 from ..config import SPConfig
 from ..demo import full_size
-from ..demo.full_size import Traffic
+from ..demo.full_size import Traced, Traffic
 from ..errors import SPError
 from ..models import KimiK3Config
 from ..models.stages import layers_of
-from ..policy import memory
+from ..policy import buffers, memory
 from ..policy.hardware import hardware
 from ..report import Report, format_bytes
 from . import crossover, show
@@ -123,14 +123,14 @@ def _whole_model(asked: Asked, counts: dict[str, int], as_json: bool) -> None:
     if as_json:
         extra = {"nodes": traced.nodes, "layers": traced.layers, **traffic_dict(before, after)}
         seconds = {"trace": traced.seconds, **found.seconds}
-        budget = memory_dict(_budget(asked, one_rank, model_config, found))
+        budget = memory_dict(_budget(asked, one_rank, model_config, found, traced))
         show.print_json({**found.to_dict(), **counts, **extra, **budget, "seconds": seconds})
         return
     out = show.console()
     show.report(out, found, _header(name, asked, counts))
     out.print(show.traffic(before, after))
     out.print(bought(found, before, after))
-    if (held := _budget(asked, one_rank, model_config, found)) is not None:
+    if (held := _budget(asked, one_rank, model_config, found, traced)) is not None:
         out.print(show.budget(held))
     spent = sum(found.seconds.values())
     out.print(
@@ -152,7 +152,7 @@ def _range(asked: Asked, as_json: bool) -> None:
         curve = found.step.curve(found.low, found.high, found.hw)
     if asked.plot is not None:
         crossover.plot(found, curve, Path(asked.plot))
-    held = _budget(asked, one_rank, model_config, found.report)
+    held = _budget(asked, one_rank, model_config, found.report, traced)
     if as_json:
         costs = crossover.as_dict(found, curve)
         show.print_json({**found.report.to_dict(), **costs, **memory_dict(held)})
@@ -171,9 +171,9 @@ def _range(asked: Asked, as_json: bool) -> None:
 
 
 def _budget(
-    asked: Asked, model: nn.Module, config: KimiK3Config, found: Report
+    asked: Asked, model: nn.Module, config: KimiK3Config, found: Report, rewritten: Traced
 ) -> memory.Budget | None:
-    """What one rank's memory holds, if that was asked."""
+    """What one rank's memory holds, if that was asked; steps have at most the tokens asked for."""
     if asked.gpu_memory is None:
         return None
     capacity = asked.gpu_memory * memory.GIB
@@ -189,7 +189,10 @@ def _budget(
         kv_bytes=asked.kv_bytes,
         sequences=asked.sequences,
     )
-    return memory.budget(model, config, found.applied, serving)
+    most, machine = asked.high or asked.tokens, hardware(asked.hardware).name
+    setting = buffers.Setting(asked.tp, most, hardware=machine)
+    shared = buffers.shared_bytes(rewritten.graph.graph, setting)
+    return memory.budget(model, config, found.applied, serving, shared)
 
 
 def memory_dict(held: memory.Budget | None) -> dict[str, Any]:
@@ -203,6 +206,7 @@ def memory_dict(held: memory.Budget | None) -> dict[str, Any]:
             "saved": dict(held.saved),
             "total": {"before": held.before, "after": held.after},
             "workspaces": held.workspaces,
+            "shared_buffers": dict(held.shared),
             "reserve": int(held.serving.reserve),
             "kv_cache": {when: held.cache(rewritten) for when, rewritten in both.items()},
             "kv_tokens": {when: held.tokens(rewritten) for when, rewritten in both.items()},

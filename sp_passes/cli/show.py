@@ -188,6 +188,8 @@ def budget(held: Budget, sharded: str = "every legal site sharded") -> Table:
     rows.append(
         ("gathered weights", "-", weight_bytes(held.workspaces), _less(held.workspaces, "+"))
     )
+    for kind, size in held.shared.items():
+        rows.append((f"shared buffers, {kind}", "-", weight_bytes(size), _less(size, "+")))
     reserve = weight_bytes(held.serving.reserve)
     rows.append(("reserve", reserve, reserve, "-"))
     before, after = held.cache(False), held.cache(True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def _run(
 ) -> Tensor:
     pg = group_of(group, tp_size)
     call = Call(op, x.device.type, x.dtype, math.prod(x.shape[1:]), 0, tokens, tp_size)
-    out: Tensor = choose(call, kernel).run(x, pg, tp_size, **barred(barrier))
+    out: Tensor = choose(call, kernel, ref(pg)).run(x, pg, tp_size, **barred(barrier))
     return out
 
 

@@ -110,6 +110,12 @@ def why_not(tokens: int, k: int, inner: int, hidden: int, dtype: torch.dtype) ->
     return None
 
 
+def elements(inner: int, tokens: int, splits: int) -> tuple[int, int]:
+    """Of a :class:`Workspace`: in float32, and in 16 bits."""
+    block = token_block(tokens)
+    return 2 * inner * splits * block, inner * block
+
+
 class Workspace:
     """Buffers of the decode kernels on one device; one MLP at a time may use them.
 
@@ -127,9 +133,9 @@ class Workspace:
                 "the workspace of the decode kernel cannot be allocated inside a CUDA graph "
                 "capture; call the op once before capturing"
             )
-        tokens = token_block(tokens)
-        self.part = torch.empty(2 * inner * splits * tokens, dtype=torch.float32, device=device)
-        self.hidden = torch.empty(inner * tokens, dtype=torch.bfloat16, device=device)
+        part, hidden = elements(inner, tokens, splits)
+        self.part = torch.empty(part, dtype=torch.float32, device=device)
+        self.hidden = torch.empty(hidden, dtype=torch.bfloat16, device=device)
 
 
 def decode_mlp(

@@ -15,6 +15,7 @@ own; ``parts`` of any other geometry than one equal part a rank is a ShardingErr
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -145,7 +146,7 @@ def _gemm_gather(
         x.shape[0],
         tp_size,
     )
-    run = choose(call, kernel).run
+    run = choose(call, kernel, ref(pg)).run
     out = run(x, shard, vector, cut.dim == 0, cut.segments, pg, tp_size, **barred(barrier))
     if tuple(out.shape) != shape:
         raise ShardingError(f"gemm_gather gathered {list(out.shape)}, needs {list(shape)}")

@@ -15,7 +15,6 @@ way uses a workspace of another op, so no barrier keeps it apart from its neighb
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import _private
 from ..errors import ShardingError, SPError
-from ..layout import Layout, LocalPart, ShardLayout, parse
+from ..layout import Layout, LocalPart, parse
 from . import decode, one_shot, tuned, unfused
 from .decode import Activation
 from .groups import group_of
-
-log = logging.getLogger("sp_passes")
+from .kernels import lacking
+from .shared import for_good
 
 # Above this the two products as torch.mm are as fast (bench/NOTES.md).
 DECODE_TOKENS = 128
@@ -70,16 +68,13 @@ def _ag_mlp_rs(
     tp_size: int,
     kernel: str = "auto",
 ) -> Tensor:
-    from ..residents import compare_rows
-
     cut1, cut2 = cuts(w1, w2, layout1, layout2)
     pg = group_of(group, tp_size)
-    shard1, shard2 = _part(w1, cut1, pg), _part(w2, cut2, pg)
-    if isinstance(cut1, ShardLayout):
-        compare_rows(x, w1, pg)
+    shard1, shard2 = _part(w1, cut1, pg, x), _part(w2, cut2, pg)
     how = Activation(act, beta, linear_beta)
+    away = _away(x, pg, tp_size) if kernel in ("auto", "one_shot") else None
     if kernel == "one_shot" or (kernel == "auto" and unmeasured(x.device.type, tp_size) is None):
-        reason = _why_not(x, shard1, shard2, tp_size)
+        reason = away or _why_not(x, shard1, shard2, tp_size)
         shot = _one_shot(x, shard2, pg, tp_size) if reason is None else None
         if shot is not None:
             return shot.mlp(x.contiguous(), shard1, shard2, how)
@@ -87,6 +82,13 @@ def _ag_mlp_rs(
             raise SPError(f"one_shot cannot run here: {reason or 'no symmetric memory'}")
     _, hidden = unfused.ag_gemm(x, [shard1], [None], [True], pg, tp_size)
     return unfused.gemm_rs(activate(hidden, how), shard2, None, True, pg, tp_size)
+
+
+def _away(x: Tensor, pg: Any, tp_size: int) -> str | None:
+    """Why some rank cannot run ``one_shot``, or None; the launches need what that op needs."""
+    if not x.is_cuda or tp_size == 1:
+        return None
+    return lacking(pg).get(("all_gather", "one_shot"))
 
 
 def unmeasured(device: str | None, tp_size: int) -> str | None:
@@ -108,10 +110,10 @@ def _on_ranks(tp_size: int) -> str:
     return f"not measured on {tp_size} ranks"
 
 
-def _part(weight: Tensor, cut: Layout, pg: Any) -> Tensor:
+def _part(weight: Tensor, cut: Layout, pg: Any, x: Tensor | None = None) -> Tensor:
     from ..residents import resident
 
-    return weight if isinstance(cut, LocalPart) else resident(weight, cut, pg)
+    return weight if isinstance(cut, LocalPart) else resident(weight, cut, pg, x)
 
 
 def cuts(w1: Tensor, w2: Tensor, layout1: str, layout2: str) -> tuple[Layout, Layout]:
@@ -150,6 +152,11 @@ def _why_not(x: Tensor, w1: Tensor, w2: Tensor, tp_size: int) -> str | None:
     return decode.why_not(tokens, x.shape[1], w2.shape[1], w2.shape[0], x.dtype)
 
 
+def decode_bytes(tp_size: int, k: int, n: int, inner: int) -> int:
+    """What one rank keeps for the decode steps of MLPs of these widths, ``inner`` of its shard."""
+    return one_shot.all_bytes(tp_size, DECODE_TOKENS // tp_size, k, n, inner)
+
+
 def _one_shot(x: Tensor, w2: Tensor, pg: Any, tp_size: int) -> one_shot.OneShot | None:
     """The group's decode buffers, made outside captures; None without symmetric memory."""
     k, n, inner = x.shape[1], w2.shape[0], w2.shape[1]
@@ -162,14 +169,8 @@ def _one_shot(x: Tensor, w2: Tensor, pg: Any, tp_size: int) -> one_shot.OneShot 
             "the first decode step of an MLP cannot be captured in a CUDA graph: it allocates "
             f"symmetric memory; run one step of at most {DECODE_TOKENS} tokens before capturing"
         )
-    try:
-        rows = DECODE_TOKENS // tp_size
-        make = partial(one_shot.for_group, pg, x.device, rows, k, n, inner)
-        shot = _private.outside_graph_pools(x.device, make)
-    except (RuntimeError, SPError) as err:
-        reason = str(err).splitlines()[0]
-        log.warning("no symmetric memory for group %s: %s", pg.group_name, reason)
-        shot = None
+    make = partial(one_shot.for_group, pg, x.device, DECODE_TOKENS // tp_size, k, n, inner)
+    shot = for_good(pg, x.device, make, "its decode steps")
     _shots[key] = (pg, shot)
     return shot
 

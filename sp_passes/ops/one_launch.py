@@ -13,20 +13,17 @@ first call, which cannot be captured. Calls of one group come in one order on ev
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _private
 from ..errors import SPError
 from . import one_shot, unfused
 from .decode import triton_missing
 from .kernels import Call, no_peers, register_kernel
-
-log = logging.getLogger("sp_passes")
+from .shared import for_good
 
 MOST_BYTES = 4 << 20
 """Of all ranks' rows: 292 tokens of 7168 features in 16 bits. Above, links are busy anyway."""
@@ -141,16 +138,7 @@ def for_group(pg: Any, device: torch.device) -> OneLaunch | None:
             "the first all_gather or reduce_scatter of few tokens cannot be captured in a CUDA "
             "graph: it allocates symmetric memory; run one step of that size before capturing"
         )
-    try:
-        made = _private.outside_graph_pools(device, partial(_make, pg, device))
-    except (RuntimeError, SPError) as err:
-        reason = str(err).splitlines()[0]
-        log.warning(
-            "no symmetric memory for group %s, its small collectives run unfused: %s",
-            pg.group_name,
-            reason,
-        )
-        made = None
+    made = for_good(pg, device, partial(_make, pg, device), "its small collectives")
     _made[pg.group_name] = (pg, made)
     return made
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _private
 from ..errors import SPError
 from . import decode
 from .decode import Activation
+from .shared import allocate
 
-_MODULE = "torch.distributed._symmetric_memory"
 PROGRAMS = 128
 BLOCK = 1024
 ITEMSIZE = 2
@@ -32,6 +31,17 @@ def flag_bytes(size: int) -> int:
 def buffer_bytes(size: int, rows: int, k: int, n: int) -> int:
     """Bytes a rank for calls of up to ``rows`` own tokens."""
     return 2 * flag_bytes(size) + size * rows * (k + n) * ITEMSIZE
+
+
+def _splits(k: int, inner: int, n: int) -> int:
+    tiling = decode.tiling_for(k, inner, n, decode.PROGRAMS)
+    return tiling.splits if tiling is not None else decode.MAX_SPLITS
+
+
+def all_bytes(size: int, rows: int, k: int, n: int, inner: int) -> int:
+    """Bytes of a rank's :class:`OneShot`, shared ones and its own."""
+    wide, narrow = decode.elements(inner, size * rows, _splits(k, inner, n))
+    return buffer_bytes(size, rows, k, n) + 4 * wide + ITEMSIZE * narrow
 
 
 class OneShot:
@@ -56,8 +66,7 @@ class OneShot:
         self._gather = self._table(bases, (0, flags, flags + gathered))
         self._add = self._table(bases, (half, flags, flags + gathered))
         self._calls = torch.zeros((2, PROGRAMS), dtype=torch.int32, device=mine.device)
-        tiling = decode.tiling_for(k, inner, n, decode.PROGRAMS)
-        splits = tiling.splits if tiling is not None else decode.MAX_SPLITS
+        splits = _splits(k, inner, n)
         self.space = decode.Workspace(mine.device, inner, self.size * rows, splits)
 
     def _table(self, bases: list[int], offsets: tuple[int, int, int]) -> Tensor:
@@ -131,15 +140,14 @@ def shared(pg: Any, device: torch.device, nbytes: int) -> tuple[list[int], Tenso
 
     Raises:
         SPError: inside a CUDA graph capture.
-        RuntimeError: the ranks cannot reach each other's memory.
+        Refused: on every rank, where some cannot reach each other's memory.
     """
     if torch.cuda.is_current_stream_capturing():
         raise SPError(
             "symmetric memory cannot be allocated inside a CUDA graph capture; make the "
             "buffers before"
         )
-    buffer = _private._get(_MODULE, "empty")(nbytes, dtype=torch.uint8, device=device)
-    handle = _private._get(_MODULE, "rendezvous")(buffer, pg.group_name)
+    buffer, handle = allocate(pg, device, nbytes)
     buffer.zero_()
     torch.cuda.synchronize(device)
     handle.barrier()

@@ -2,8 +2,8 @@
 """Symmetric memory of a group: one buffer a rank that its peers can write, and signals.
 
 One workspace serves every layer and all ops of a group. Its size comes from the largest call
-so far, scaled to ``SPConfig.max_tokens`` where that is given (:func:`expect`), so that one step
-of any size before a capture is enough. It grows outside CUDA graph capture (every rank makes
+so far, each scaled to ``SPConfig.max_tokens`` where that is given (:func:`expect`), so that one
+step of any size before a capture is enough. It grows outside CUDA graph capture (every rank makes
 the same calls, so all grow together), to twice its size at least: buffers that captured graphs
 may use stay allocated, and all of them together take no more than the last. :func:`reserve`
 sizes it by hand.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import _private
 from ..errors import SPError
-from . import mailbox
+from . import mailbox, shared, watch
 from .driver import Driver
 from .lanes import Lanes, words
 from .mailbox import MOST_PIECES, Mailbox
@@ -39,7 +39,16 @@ log = logging.getLogger("sp_passes")
 
 _BARRIER, _DATA = 0, 1  # signal channels; pieces count up from _DATA
 _SHARED_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-_MODULE = "torch.distributed._symmetric_memory"
+
+
+def _parts(size: int, nbytes: int) -> tuple[int, int, int]:
+    """Bytes of the rows, of the mailbox's flags, and of the words of the lanes."""
+    return shared.rounded(nbytes), mailbox.nbytes(size), shared.rounded(4 * words(size))
+
+
+def buffer_bytes(size: int, nbytes: int) -> int:
+    """What one of ``size`` ranks allocates for calls of up to ``nbytes``."""
+    return sum(_parts(size, nbytes))
 
 
 class SymmetricPeers(Streams):
@@ -51,17 +60,13 @@ class SymmetricPeers(Streams):
 
     def __init__(self, pg: Any, device: torch.device, nbytes: int) -> None:
         self.rank, self.size = pg.rank(), pg.size()
-        self.nbytes = -(-nbytes // 1024) * 1024
+        self.nbytes, flags, _ = parts = _parts(self.size, nbytes)
         super().__init__(device)
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
         if os.environ.get(_SHARED_DEVICES) == "1":
             self.programs -= 4  # copies within a device run on its multiprocessors
-        empty = _private._get(_MODULE, "empty")
-        flags = mailbox.nbytes(self.size)
-        spare = -(-words(self.size) * 4 // 1024) * 1024
-        self.buffer = empty(self.nbytes + flags + spare, dtype=torch.uint8, device=device)
-        self.handle = _private._get(_MODULE, "rendezvous")(self.buffer, pg.group_name)
-        self._require_signals()
+        self.buffer, self.handle = shared.allocate(pg, device, sum(parts))
+        shared.together(pg, self._require_signals)
         count, at = flags // 4, self.nbytes // 4
         boxes = [
             mailbox.flags_of(self.handle.get_buffer(peer, (count,), torch.int32, at), self.size)
@@ -77,6 +82,7 @@ class SymmetricPeers(Streams):
         self._meet()
         self.no_lanes = ""
         self.lanes = self._agreed(device)
+        watch.start(self, pg)
 
     def _require_signals(self) -> None:
         """Each channel takes a 32-bit word of the pad for every rank."""
@@ -220,7 +226,7 @@ class SymmetricPeers(Streams):
 
 # By group name and kind, with the group: a later group may have the name of one that is gone.
 _workspaces: dict[tuple[str, Any], tuple[Any, Any]] = {}
-_unusable: dict[tuple[str, Any], tuple[Any, str]] = {}
+_unusable: dict[tuple[str, Any], Any] = {}
 _kept: list[Any] = []
 _most_tokens: dict[str, int] = {}
 
@@ -229,15 +235,16 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def expect(group_name: str, max_tokens: int) -> None:
+def expect(group_name: str, max_tokens: int, tp_size: int) -> None:
     """Size the workspaces of a group that are made from now on for that many global tokens."""
-    _most_tokens[group_name] = max(max_tokens, _most_tokens.get(group_name, 0))
+    padded = -(-max_tokens // tp_size) * tp_size
+    _most_tokens[group_name] = max(padded, _most_tokens.get(group_name, 0))
 
 
 def workspace(
     pg: Any, device: torch.device, nbytes: int, tokens: int | None = None, make: Any = None
 ) -> Any:
-    """The group's workspace with at least ``nbytes`` a rank; None where there is none.
+    """The group's workspace with at least ``nbytes`` a rank, or None on every rank.
 
     ``tokens``: global rows that the ``nbytes`` are for, to make room for ``max_tokens`` at once.
     ``make``: makes another kind of workspace than :class:`SymmetricPeers`, from the same arguments.
@@ -249,28 +256,28 @@ def workspace(
     owner, found = _workspaces.get((name, make), (None, None))
     if owner is not pg:
         found = None
+    asked = nbytes
+    if tokens and (most := _most_tokens.get(name, 0)) > tokens:
+        nbytes = -(-asked * most // tokens)
     if found is not None and found.nbytes >= nbytes:
         return found
-    if _unusable.get((name, make), (None, ""))[0] is pg:
-        return None
+    enough = found is not None and found.nbytes >= asked
+    if _unusable.get((name, make)) is pg or (enough and _capturing()):
+        return found if enough else None
     if _capturing():
         have = found.nbytes if found is not None else 0
         other = "call sp_passes.ops.symmetric.reserve(group, max_tokens, features, dtype) or "
         raise SPError(
-            f"group {name!r} has a workspace of {have} bytes and this call needs {nbytes}: it "
+            f"group {name!r} has a workspace of {have} bytes and this call needs {asked}: it "
             f"cannot be allocated inside a CUDA graph capture; {'' if make else other}"
             "run the largest step that takes this kernel once before"
         )
-    if tokens:
-        nbytes = -(-nbytes * max(tokens, _most_tokens.get(name, 0)) // tokens)
     if found is not None:
-        nbytes = max(nbytes, 2 * found.nbytes)
-    try:
-        made = _made(make or SymmetricPeers, pg, device, nbytes)
-    except (RuntimeError, SPError) as err:
-        why = str(err).splitlines()[0]
-        _unusable[name, make] = pg, why
-        log.warning("no symmetric memory for group %s, its ops run unfused: %s", name, why)
+        nbytes = grown(found.nbytes, nbytes)
+    kind = partial(make or SymmetricPeers, pg, device, nbytes)
+    made = shared.for_good(pg, device, kind, f"its ops that need {nbytes} bytes")
+    if made is None:
+        _unusable[name, make] = pg
         return None
     if found is not None:
         _kept.append(found)
@@ -278,16 +285,9 @@ def workspace(
     return made
 
 
-def _made(make: Any, pg: Any, device: torch.device, nbytes: int) -> Any:
-    """Made for good, whatever mode or warm-up of a graph the first call is in."""
-
-    def run() -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return make(pg, device, nbytes)
-
-    if not torch.cuda.is_available():
-        return run()
-    return _private.outside_graph_pools(device, run)
+def grown(have: int, nbytes: int) -> int:
+    """Bytes of the buffer that follows one of ``have``, too small for ``nbytes``."""
+    return max(nbytes, 2 * have)
 
 
 def reserve(pg: Any, max_tokens: int, features: int, dtype: torch.dtype) -> bool:

@@ -2,12 +2,13 @@
 """Which kernel won where it was measured; for other shapes the cost model is asked.
 
 A key is (compute capability, op, n, k, tp_size, dtype) as in :class:`~.kernels.Call`; its value
-lists ``(most tokens, kernel)`` in rising order. Measured on real links only
-(``sp_passes.bench.kernels``); results are in ``sp_passes/bench/results``. A key without an
-entry is estimated (``estimated``), with a margin for all that the model is known to be wrong by;
-a collective alone (``k`` 0: ``all_gather``, ``reduce_scatter``) is not, and runs unfused.
-A JSON file that the bench wrote extends the table: SP_PASSES_KERNEL_TABLE names it. The ranks
-of a group must choose alike, so its entries are part of the plan that they compare.
+lists ``(most tokens, kernel)`` in rising order. ``measured.json`` holds what was measured over
+real links; ``sp_passes.bench.kernel_table`` makes it from results in ``sp_passes/bench/results``,
+which each entry names. A key without an entry is estimated (``estimated``), with a margin for all
+that the model is known to be wrong by; a collective alone (``k`` 0: ``all_gather``,
+``reduce_scatter``) is not, and runs unfused. A JSON file that ``sp-passes bench kernels --write``
+wrote extends the table: SP_PASSES_KERNEL_TABLE names it. The ranks of a group must choose alike,
+so its entries are part of the plan that they compare.
 """
 
 from __future__ import annotations
@@ -27,71 +28,10 @@ if TYPE_CHECKING:
     from .kernels import Call
 
 VARIABLE = "SP_PASSES_KERNEL_TABLE"
+SHIPPED = Path(__file__).with_name("measured.json")
 
 Key = tuple[tuple[int, int], str, int, int, int, str]
 Buckets = tuple[tuple[int, str], ...]
-
-MEASURED: dict[Key, Buckets] = {
-    # 2 x H200 of one host over NVLink, torch 2.11, results/2026-11-29-kernels-tp2-2.json. Without
-    # gemm_gather: the copy engine wins there from 512 tokens on, but what it computes has not been
-    # compared over links since its signals were changed.
-    ((9, 0), "ag_gemm", 1536, 7168, 2, "bfloat16"): (
-        (256, "unfused"),
-        (3000, "copy_engine"),
-        (8192, "triton"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "ag_gemm", 3648, 7168, 2, "bfloat16"): (
-        (256, "unfused"),
-        (512, "hopper"),
-        (8192, "copy_engine"),
-        (16384, "triton"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "ag_gemm", 6144, 7168, 2, "bfloat16"): (
-        (256, "unfused"),
-        (512, "hopper"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "ag_gemm", 6288, 7168, 2, "bfloat16"): (
-        (256, "unfused"),
-        (512, "hopper"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "gemm_rs", 7168, 768, 2, "bfloat16"): (
-        (256, "unfused"),
-        (8192, "hopper"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "gemm_rs", 7168, 1536, 2, "bfloat16"): (
-        (256, "unfused"),
-        (4096, "hopper"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "gemm_rs", 7168, 3072, 2, "bfloat16"): (
-        (256, "unfused"),
-        (512, "hopper"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "all_gather", 3584, 0, 2, "bfloat16"): (
-        (64, "unfused"),
-        (512, "one_shot"),
-        (8192, "unfused"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "all_gather", 7168, 0, 2, "bfloat16"): (
-        (64, "unfused"),
-        (256, "one_shot"),
-        (3000, "unfused"),
-        (32768, "copy_engine"),
-    ),
-    ((9, 0), "reduce_scatter", 7168, 0, 2, "bfloat16"): (
-        (64, "unfused"),
-        (256, "one_shot"),
-        (3000, "unfused"),
-        (32768, "copy_engine"),
-    ),
-}
 
 
 @cache
@@ -102,7 +42,13 @@ def capability() -> tuple[int, int]:
 
 def table() -> dict[Key, Buckets]:
     """The shipped entries and, over them, those of :func:`named`."""
-    return {**MEASURED, **named()}
+    return {**shipped(), **named()}
+
+
+@cache
+def shipped() -> dict[Key, Buckets]:
+    """Entries that come with the package."""
+    return read(SHIPPED)
 
 
 @cache
@@ -123,12 +69,31 @@ def winner(call: Call) -> str | None:
     """
     if call.device != "cuda" or not torch.cuda.is_available():
         return None
-    dtype = str(call.dtype).removeprefix("torch.")
-    key = (capability(), call.op, call.n, call.k, call.tp_size, dtype)
-    buckets = table().get(key)
+    return picked(call, capability())
+
+
+def picked(call: Call, capability: tuple[int, int], profile: str | None = None) -> str | None:
+    """As :func:`winner`, on a machine of that capability.
+
+    Args:
+        profile: name of its hardware profile, where it is not this machine.
+    """
+    buckets = table().get(_key(call, capability))
     if buckets is None:
-        return estimated.winner(call) if call.k else None
+        return estimated.winner(call, profile) if call.k else None
     return in_bucket(buckets, call.tokens)
+
+
+def may_win(call: Call, capability: tuple[int, int], profile: str | None = None) -> set[str | None]:
+    """Everything that :func:`picked` answers for 1 to ``call.tokens`` tokens."""
+    ends = [most for most, _ in table().get(_key(call, capability), ())]
+    asked = {min(end, call.tokens) for end in (*ends, *estimated.EDGES, call.tokens)}
+    return {picked(call._replace(tokens=tokens), capability, profile) for tokens in asked}
+
+
+def _key(call: Call, capability: tuple[int, int]) -> Key:
+    dtype = str(call.dtype).removeprefix("torch.")
+    return capability, call.op, call.n, call.k, call.tp_size, dtype
 
 
 def in_bucket(buckets: Buckets, tokens: int) -> str | None:
@@ -156,17 +121,23 @@ def buckets_of(times: dict[int, dict[str, float]]) -> Buckets:
     return tuple(out)
 
 
-def write(path: Path, entries: dict[Key, Buckets]) -> None:
-    """Entries as JSON, sorted; what the file held before stays where it has no new entry."""
-    merged = {**(read(path) if path.exists() else {}), **entries}
-    rows = [
-        {
-            "capability": list(key[0]), "op": key[1], "n": key[2], "k": key[3],
-            "tp_size": key[4], "dtype": key[5], "buckets": [list(b) for b in merged[key]],
-        }
-        for key in sorted(merged)
-    ]  # fmt: skip
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+def write(path: Path, entries: dict[Key, Buckets], source: str = "") -> None:
+    """Entries as JSON, a line each, sorted; what the file held stays where it has no new entry.
+
+    Args:
+        source: where they were measured.
+
+    Raises:
+        SPError: the file exists and is no such table.
+    """
+    rows = _rows(path) if path.exists() else {}
+    for key, buckets in entries.items():
+        rows[key] = {
+            "capability": list(key[0]), "op": key[1], "n": key[2], "k": key[3], "tp_size": key[4],
+            "dtype": key[5], "buckets": [list(b) for b in buckets], "source": source,
+        }  # fmt: skip
+    lines = ",\n".join(json.dumps(rows[key]) for key in sorted(rows))
+    path.write_text(f"[\n{lines}\n]\n")
 
 
 def read(path: Path) -> dict[Key, Buckets]:
@@ -175,17 +146,26 @@ def read(path: Path) -> dict[Key, Buckets]:
     Raises:
         SPError: the file is missing or no such table.
     """
+    return {key: _buckets(row) for key, row in _rows(path).items()}
+
+
+def _rows(path: Path) -> dict[Key, Any]:
+    """The rows of a file, all of them checked."""
     try:
         rows = json.loads(path.read_text())
         if not isinstance(rows, list):
             raise TypeError(f"a list of entries is wanted, this is a {type(rows).__name__}")
-        return dict(_entry(row) for row in rows)
+        return {_checked(row): row for row in rows}
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise SPError(f"{path} is no kernel table of sp_passes.bench.kernels: {err}") from None
 
 
-def _entry(row: dict[str, Any]) -> tuple[Key, Buckets]:
-    """A row of a file, checked: a name that no kernel has would choose another one silently."""
+def _buckets(row: Any) -> Buckets:
+    return tuple((int(most), str(name)) for most, name in row["buckets"])
+
+
+def _checked(row: Any) -> Key:
+    """The key of a row of a file: a name that no kernel has would choose another one silently."""
     from .kernels import names_of
 
     major, minor = row["capability"]
@@ -193,11 +173,11 @@ def _entry(row: dict[str, Any]) -> tuple[Key, Buckets]:
         (int(major), int(minor)), str(row["op"]), int(row["n"]), int(row["k"]),
         int(row["tp_size"]), str(row["dtype"]),
     )  # fmt: skip
-    buckets = tuple((int(most), str(name)) for most, name in row["buckets"])
+    buckets = _buckets(row)
     known = names_of(key[1])
     for below, (most, name) in zip((0, *(most for most, _ in buckets)), buckets, strict=False):
         if name not in known:
             raise ValueError(f"{key[1]} has no kernel {name!r}; there are {', '.join(known)}")
         if most <= below:
             raise ValueError(f"{key[1]}: tokens must rise from above 0, {most} follows {below}")
-    return key, buckets
+    return key

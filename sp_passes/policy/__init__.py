@@ -5,6 +5,7 @@ hardware  a machine's numbers, from a JSON profile with sources
 costs     seconds of products, collectives and both overlapped
 forms     seconds of a site in each form; ranges of tokens, crossovers
 choose    which sites of a graph are sharded, and how, under a policy or a budget
+buffers   bytes of the kernels' shared buffers on one rank
 memory    bytes of one rank before and after, and the tokens of KV cache they buy
 groups    sharding over a part of the tensor-parallel group
 """

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -119,7 +119,8 @@ def _options(ctx: Context, sites: list[Site], hw: Hardware) -> list[Option]:
             continue
         work = site.work = work_of(ctx, site)
         ranks = config.shard_size
-        rows = [forms.seconds(work, m, ranks, hw) for m in marks(config.token_range)]
+        timed = work if _decodes(config, hw) else replace(work, decodes=False)
+        rows = [forms.seconds(timed, m, ranks, hw) for m in marks(config.token_range)]
         mean = {form: sum(row[form] for row in rows) / len(rows) for form in rows[0]}
         usable = [form for form in mean if form != REPLICATED and _runs(form, site, config)]
         best = min(usable, key=lambda form: mean[form])
@@ -138,6 +139,14 @@ def _runs(form: str, site: Site, config: SPConfig) -> bool:
     if form == OVERLAPPED:
         return config.kernels not in ("auto", "unfused")
     return form in site.forms
+
+
+def _decodes(config: SPConfig, hw: Hardware) -> bool:
+    """Whether a graph of this config may hold ``ag_mlp_rs``: only one for few tokens does."""
+    assert config.token_range is not None
+    named = config.patterns is None or "ag_mlp_rs" in config.patterns
+    few = hw.decode is not None and config.token_range[1] <= hw.decode.max_tokens
+    return named and few and config.kernels == "auto"
 
 
 def _by_policy(options: list[Option], config: SPConfig) -> set[int]:
@@ -219,7 +228,16 @@ def work_of(ctx: Context, site: Site) -> Work:
         tokens_whole=site.tokens_whole,
         item=item,
         gathers_weight=WEIGHT_GATHER in site.forms,
+        decodes=_is_gated(linears, item),
     )
+
+
+def _is_gated(linears: tuple[Linear, ...], item: int) -> bool:
+    """One weight of gate and up, then one down, in 16 bits: what ``ag_mlp_rs`` takes."""
+    if len(linears) != 2 or item != 2:
+        return False
+    first, last = linears
+    return (first.cut, last.cut) == ("out", "in") and first.n == 2 * last.k
 
 
 def _linear(ctx: Context, site: Site, node: fx.Node) -> Linear:

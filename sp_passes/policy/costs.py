@@ -4,8 +4,9 @@
     product      launch + max(bytes / hbm, ramp + flop / rate)
     collective   the quicker of the one-shot path and the measured table; across nodes the
                  network's share comes on top
-    overlapped   the first chunk's product, then for each other rank the longer of its
-                 product and its transfer by the copy engine
+    overlapped   a product for each rank's chunk, while the copy engine moves the others: the
+                 longer of all products, and all transfers with the one product that they
+                 cannot hide; narrow products are cut into pieces, so that this one is short
 
 Nothing here is fitted to a row of a published table: the profile is all that goes in.
 """
@@ -16,7 +17,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .hardware import Hardware, Points
+from .hardware import Decode, Hardware, Points
 
 RAMP_ROWS, RAMP_K = 256, 7168
 """What a profile's ramp was measured at; smaller tiles and shorter ones lose less."""
@@ -80,7 +81,7 @@ def _inside(kind: str, size: float, ranks: int, hw: Hardware) -> float:
     others = (ranks - 1) / ranks
     ways = []
     if kind == "all_reduce":
-        ways.append(_table(kind, size, hw))
+        ways.append(_table(kind, 2 * size * others, hw))
         ways.append(
             _inside("reduce_scatter", size, ranks, hw) + _inside("all_gather", size, ranks, hw)
         )
@@ -103,9 +104,15 @@ def _table(kind: str, size: float, hw: Hardware) -> float:
     return between(points, size)
 
 
-def transfer(size: float, hw: Hardware) -> float:
-    """Seconds of one peer copy by the copy engine, and its signal."""
-    return hw.copies.latency + size / hw.copies.bandwidth
+def exchanged(size: float, ranks: int, decode: Decode) -> float:
+    """As :func:`collective`, of a gather or scatter inside the launches of ``ag_mlp_rs``."""
+    return decode.latency + size * (ranks - 1) / ranks / decode.bandwidth
+
+
+def transfer(size: float, ranks: int, hw: Hardware, pieces: int = 1) -> float:
+    """Seconds until ``size`` bytes are at every other rank, with a signal for each piece."""
+    each = pieces * hw.copies.latency + size / hw.copies.bandwidth
+    return hw.copies.call + (ranks - 1) * each
 
 
 def ag_gemm(
@@ -113,13 +120,24 @@ def ag_gemm(
 ) -> float:
     """All-gather of ``[tokens, k]`` overlapped with its products, ``[tokens, n]`` each."""
     rows = tokens / ranks
-    chunk = sum(product(rows, n, k, hw, item) for n in widths)
-    return chunk + (ranks - 1) * max(chunk, transfer(rows * k * item, hw))
+    count = _pieces(ranks, rows, max(widths), sum(widths), 1)
+    own, piece = (sum(product(m, n, k, hw, item) for n in widths) for m in (rows, rows / count))
+    moved = transfer(rows * k * item, ranks, hw, count)
+    return max(own + (ranks - 1) * count * piece, moved + piece)
 
 
 def gemm_rs(tokens: float, n: int, k: int, ranks: int, hw: Hardware, item: int = ITEM) -> float:
     """A product ``[tokens, k] x [k, n]`` overlapped with its reduce-scatter, and the adding up."""
     rows = tokens / ranks
-    chunk = product(rows, n, k, hw, item)
+    count = _pieces(ranks, rows, n, k, 2)
+    own, piece = (product(m, n, k, hw, item) for m in (rows, rows / count))
+    moved = transfer(rows * n * item, ranks, hw, count)
     add = hw.launch + (ranks + 1) * rows * n * item / hw.hbm
-    return chunk + (ranks - 1) * max(chunk, transfer(rows * n * item, hw)) + add
+    return max((ranks - 1) * count * piece + own, piece + moved) + add
+
+
+def _pieces(ranks: int, rows: float, n: int, depth: int, full: int) -> int:
+    """Into how many the copy engine's kernel cuts a chunk; ``full``: fillings of a GPU a piece."""
+    from ..ops import copy_engine
+
+    return len(copy_engine.spans(ranks, int(rows), n, depth, full * copy_engine._FULL))

@@ -2,7 +2,8 @@
 """What a site costs in each form, and where one form overtakes another.
 
 replicated     every rank reads the whole weight for its own tokens / tp_size
-sharded        collectives move the activations, one after the other with the products
+sharded        collectives move the activations, one after the other with the products; an MLP of
+               few tokens may run as ``ag_mlp_rs``, whose launches move them more quickly
 overlapped     the same, collectives hidden behind the products by the copy engine
 weight_gather  the weight stays sharded and is gathered before use; the gather does not
                depend on activations, so it is prefetched behind the step before it: what
@@ -57,6 +58,7 @@ class Work:
         tokens_whole: the replicated form computes all tokens on every rank.
         item: bytes of an element.
         gathers_weight: the weight_gather form exists.
+        decodes: gate, up and down, which for few tokens run as one op where a machine has it.
     """
 
     linears: tuple[Linear, ...]
@@ -66,6 +68,7 @@ class Work:
     tokens_whole: bool = False
     item: int = costs.ITEM
     gathers_weight: bool = False
+    decodes: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -85,6 +88,7 @@ def mlp(hidden: int, width: int, gated: bool = True, item: int = costs.ITEM) -> 
         row_wise=(first + width) * item,
         item=item,
         gathers_weight=True,
+        decodes=gated,
     )
 
 
@@ -139,8 +143,22 @@ def _between(work: Work, rows: float, hw: Hardware) -> float:
 
 
 def _sharded(work: Work, tokens: int, ranks: int, hw: Hardware) -> float:
-    moved = (costs.collective(kind, row * tokens, ranks, hw) for kind, row in work.collectives)
-    return _parts(work, tokens, ranks, hw) + sum(moved)
+    moved = sum(costs.collective(kind, row * tokens, ranks, hw) for kind, row in work.collectives)
+    if work.decodes and hw.decode is not None and hw.decode.serves(tokens, ranks):
+        rows = (row for _, row in work.collectives)
+        moved = min(moved, sum(costs.exchanged(row * tokens, ranks, hw.decode) for row in rows))
+    return _parts(work, tokens, ranks, hw) + moved + _reordered(work, tokens, ranks, hw)
+
+
+def _reordered(work: Work, tokens: int, ranks: int, hw: Hardware) -> float:
+    """Features that came from, or go to, every rank are copied once into their order.
+
+    Bytes alone: with a launch as of a product for each, a step of 8 layers and few tokens
+    (bench/NOTES.md, section 8) would come out 4 % too slow, not 1 %.
+    """
+    rows = tokens if work.tokens_whole else tokens / ranks
+    kinds = ("all_to_all", "all_gather") if work.tokens_whole else ("all_to_all",)
+    return sum(2 * row * rows / hw.hbm for kind, row in work.collectives if kind in kinds)
 
 
 def _overlapped(work: Work, tokens: int, ranks: int, hw: Hardware) -> float:

@@ -2,7 +2,9 @@
 """One accelerator and its links, as JSON: each number with its source.
 
 ``profiles/`` holds h100, h200, b200, gb200 and gb300; ``sp-passes calibrate`` writes one of the
-machine at hand. Bytes are bytes that arrive at one rank, times are those of captured graphs.
+machine at hand. Bytes are bytes that arrive at one rank, times are those of captured graphs. (Of an
+all-reduce of n ranks 2 (n - 1) / n of its tensor arrive, as in a ring: so a table that was measured
+on one number of ranks stands for others.)
 """
 
 from __future__ import annotations
@@ -42,10 +44,33 @@ class OneShot:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copy engine, or the network between nodes: ``latency + bytes / bandwidth``."""
+    """The copy engine, or the network between nodes: ``latency + bytes / bandwidth`` each.
+
+    ``call``: seconds once for all copies of a call, for the ranks to meet.
+    """
 
     latency: float
     bandwidth: float
+    call: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The launches of ``ag_mlp_rs``, which move rows themselves: ``latency + bytes / bandwidth``.
+
+    Attributes:
+        latency, bandwidth: of the gather, and again of the scatter.
+        max_tokens: global; for more they are not used.
+        ranks: group sizes on which they are used.
+    """
+
+    latency: float
+    bandwidth: float
+    max_tokens: int
+    ranks: tuple[int, ...]
+
+    def serves(self, tokens: int, ranks: int) -> bool:
+        return tokens <= self.max_tokens and ranks in self.ranks
 
 
 @dataclass(frozen=True)
@@ -60,11 +85,12 @@ class Hardware:
             logarithm of the first.
         ramp: seconds that a compute-bound product of ``RAMP_ROWS`` rows or more loses.
         launch: seconds each dependent kernel adds.
-        collectives: for each kind ``(bytes, seconds)``; an all-reduce counts its tensor.
+        collectives: for each kind ``(bytes, seconds)``.
         one_shot: the path for small messages, if the machine has one.
         copies: the copy engine: peer copies that take no multiprocessors.
         network: between nodes, for one rank.
         ranks_per_node: ranks that reach each other without the network.
+        decode: how an MLP of few tokens runs as one op, if it does.
     """
 
     name: str
@@ -78,6 +104,7 @@ class Hardware:
     copies: Copies
     network: Copies
     ranks_per_node: int
+    decode: Decode | None = None
 
     def points(self, kind: str) -> Points:
         return dict(self.collectives)[kind]
@@ -141,6 +168,7 @@ def parse(data: Any, name: str) -> Hardware:
             copies=_copies(data["copy_engine"]),
             network=_copies(data["network"]),
             ranks_per_node=_whole(data, "ranks_per_node"),
+            decode=_decode(data.get("decode")),
         )
     except KeyError as err:
         wrong = f"{err} is missing"
@@ -189,4 +217,13 @@ def _one_shot(data: Any) -> OneShot | None:
 
 
 def _copies(data: Any) -> Copies:
-    return Copies(_number(data, "latency_us") * 1e-6, _above_zero(data, "bytes_per_s"))
+    call = _number(data, "call_us") * 1e-6 if "call_us" in data else 0.0
+    return Copies(_number(data, "latency_us") * 1e-6, _above_zero(data, "bytes_per_s"), call)
+
+
+def _decode(data: Any) -> Decode | None:
+    if data is None:
+        return None
+    ranks = tuple(int(n) for n in data["ranks"])
+    latency, rate = _number(data, "latency_us") * 1e-6, _above_zero(data, "bytes_per_s")
+    return Decode(latency, rate, _whole(data, "max_tokens"), ranks)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of one rank, before and after, and the tokens of KV cache that the difference buys.
 
-    capacity x utilization = weights + workspaces + reserve + KV cache
+    capacity x utilization = weights + workspaces + shared buffers + reserve + KV cache
 
 Weights are counted on the model itself (meta tensors: local shapes), class by class. Routed
 experts are usually quantised and spread over more ranks than the tensor-parallel group, so their
@@ -12,7 +12,7 @@ same on every rank. Cached per sequence: the states of the KDA layers, heads ove
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from torch import nn
@@ -72,7 +72,10 @@ class Serving:
 
 @dataclass(frozen=True)
 class Budget:
-    """One rank's bytes; ``saved`` and ``workspaces`` are of the rewritten model."""
+    """One rank's bytes; ``saved``, ``workspaces`` and ``shared`` are of the rewritten model.
+
+    ``workspaces``: gathered weights. ``shared``: buffers of fused kernels, by kind (``buffers``).
+    """
 
     weights: Mapping[str, int]
     saved: Mapping[str, int]
@@ -80,6 +83,7 @@ class Budget:
     serving: Serving
     per_token: int
     per_sequence: int
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def before(self) -> int:
@@ -91,7 +95,8 @@ class Budget:
 
     def cache(self, rewritten: bool) -> int:
         """Bytes left for the KV cache; below zero if the model does not fit."""
-        used = self.after + self.workspaces if rewritten else self.before
+        more = self.workspaces + sum(self.shared.values())
+        used = self.after + more if rewritten else self.before
         return int(self.serving.capacity * self.serving.utilization - self.serving.reserve) - used
 
     def tokens(self, rewritten: bool) -> int:
@@ -108,7 +113,11 @@ class Budget:
 
 
 def budget(
-    model: nn.Module, config: KimiK3Config, applied: Iterable[Decision], serving: Serving
+    model: nn.Module,
+    config: KimiK3Config,
+    applied: Iterable[Decision],
+    serving: Serving,
+    shared: Mapping[str, int] | None = None,
 ) -> Budget:
     """The budget of one rank of a Kimi-K3.
 
@@ -117,6 +126,7 @@ def budget(
         config: of the model.
         applied: what a rewrite of the model sharded.
         serving: how it is served.
+        shared: bytes of the kernels' shared buffers, by kind.
     """
     weights = dict.fromkeys((*CLASSES, "other"), 0)
     for name, weight in model.named_parameters():
@@ -144,6 +154,7 @@ def budget(
         serving=serving,
         per_token=latent_bytes(config, serving),
         per_sequence=state_bytes(config, serving),
+        shared=shared or {},
     )
 
 
