@@ -36,7 +36,9 @@ def part_ceilings(results: Results, full: bool) -> None:
 
 def part_decode_check(results: Results, full: bool) -> None:
     tokens = (1, 2, 7, 8, 16, 33, 64, 100, 128, 200, 256) if full else (1, 7, 64, 128)
-    results["decode_check"] = decode_bench.check(tokens)
+    results["decode_check"] = decode_bench.check(tokens) + decode_bench.check(
+        (1, 64), Tiling(splits=5)
+    )
     for row in results["decode_check"]:
         print(row, flush=True)
 

@@ -2,7 +2,8 @@
 """The decode MLP on one rank: ``activation(x @ W1.T) @ W2.T`` for few tokens.
 
 ``x`` are the gathered rows and the result is this rank's addend: gathering before and
-reducing after are the caller's. Needs Triton; ``why_not`` says what else.
+reducing after are the caller's. Needs Triton; ``why_not`` says what else. Where two launches of
+CUDA C++ are faster (``decode_hopper``), those run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SPError
+from . import decode_hopper
 
 MAX_TOKENS = 256
 MAX_SPLITS = 16
@@ -153,14 +155,19 @@ def decode_mlp(
         x: ``[tokens, k]``, rows contiguous.
         w1: ``[2 * inner, k]``, gate rows then up rows.
         w2: ``[hidden, inner]``.
+        tiling: of the Triton launches; with one, those run.
 
     Returns:
         ``[tokens, hidden]`` in the dtype of ``x``.
     """
-    from . import decode_kernels as code
-
     tokens, k = x.shape
     inner, hidden = w1.shape[0] // 2, w2.shape[0]
+    if tokens and tiling is None and decode_hopper.why_not(x, w1, w2) is None:
+        return decode_hopper.run(
+            x, w1, w2, act, workspace.hidden, x.new_empty((tokens, hidden)) if out is None else out
+        )
+    from . import decode_kernels as code
+
     tiling = tiling or tiling_for(k, inner, hidden, PROGRAMS)
     if tiling is None:
         raise SPError(f"the decode kernel has no tiling for {k}, {inner}, {hidden}")

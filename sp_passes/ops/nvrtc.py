@@ -103,7 +103,7 @@ class Kernel:
     def __init__(self, function: Any, shared: int) -> None:
         from cuda.bindings import driver
 
-        self._function, self.shared = function, shared
+        self.function, self.shared = function, shared
         self._launch = driver.cuLaunchKernel
         if shared > 48 << 10:
             attribute = driver.CUfunction_attribute
@@ -118,8 +118,35 @@ class Kernel:
     def launch(self, grid: int, block: int, arguments: Arguments, stream: int) -> None:
         """``grid`` blocks of ``block`` threads on the stream whose handle is given."""
         (error,) = self._launch(
-            self._function, grid, 1, 1, block, 1, 1, self.shared, stream, arguments.address, 0
+            self.function, grid, 1, 1, block, 1, 1, self.shared, stream, arguments.address, 0
         )
+        if error:
+            _require(error, "the launch of a kernel")
+
+
+class EarlyLaunch:
+    """Launches of a kernel that may begin before the launch ahead has ended; of one thread.
+
+    Programmatic dependent launch: the kernel itself waits for the launch ahead.
+    """
+
+    def __init__(self, kernel: Kernel, grid: int, block: int) -> None:
+        from cuda.bindings import driver
+
+        kinds = driver.CUlaunchAttributeID
+        early = driver.CUlaunchAttribute()
+        early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        self._config = config = driver.CUlaunchConfig()
+        config.attrs, config.numAttrs = [early], 1
+        config.gridDimX, config.blockDimX = grid, block
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes = kernel.shared
+        self._kernel, self._launch = kernel, driver.cuLaunchKernelEx
+
+    def __call__(self, arguments: Arguments, stream: int) -> None:
+        self._config.hStream = stream
+        (error,) = self._launch(self._config, self._kernel.function, arguments.address, 0)
         if error:
             _require(error, "the launch of a kernel")
 
