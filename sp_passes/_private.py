@@ -106,6 +106,9 @@ def drop_cublas_workspaces() -> None:
     _get("torch._C", "_cuda_clearCublasWorkspaces")()
 
 
+_GRAPH_TREES = "torch._inductor.cudagraph_trees"
+
+
 def drop_cuda_graphs() -> None:
     """Free the CUDA graphs that ``torch.compile(mode="reduce-overhead")`` made on this thread.
 
@@ -117,16 +120,16 @@ def drop_cuda_graphs() -> None:
     if not torch.cuda.is_initialized():
         return
     torch.cuda.synchronize()
-    if "torch._dynamo" in sys.modules:
+    if _GRAPH_TREES in sys.modules:  # else there are none, and reset would load it
         torch.compiler.reset()
-    reset_graph_trees()
+        reset_graph_trees()
     gc.collect()
 
 
 def reset_graph_trees() -> None:
     """Drop what ``torch.compile(mode="reduce-overhead")`` captured on this thread, if anything."""
-    if "torch._inductor.cudagraph_trees" in sys.modules:
-        _get("torch._inductor.cudagraph_trees", "reset_cudagraph_trees")()
+    if _GRAPH_TREES in sys.modules:
+        _get(_GRAPH_TREES, "reset_cudagraph_trees")()
 
 
 def device_types(pg: Any) -> set[str]:

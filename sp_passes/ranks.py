@@ -314,5 +314,7 @@ def _work(work: _Work) -> Any:
 
 def _part() -> None:
     _private.drop_cuda_graphs()  # NCCL's destruction waits for those that captured its calls
+    if not dist.is_initialized():
+        return  # the work has ended it
     dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()

@@ -90,6 +90,11 @@ def test_a_rank_that_never_parts_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert gone(tmp_path)
 
 
+def test_work_may_end_its_group_itself() -> None:
+    assert not dist.is_initialized()
+    ranks._part()
+
+
 def test_no_ranks() -> None:
     with pytest.raises(SPError, match="at least 1 rank"):
         run_ranks(_sum, 0, 1)

@@ -60,3 +60,12 @@ def test_the_last_file_counts_and_a_kernel_can_be_left_out(
 def test_times_of_stand_ins_make_no_table(tmp_path: Path) -> None:
     with pytest.raises(SPError, match="measured with pinned in place of links"):
         kernel_table.rows_of([saved(tmp_path / "1.json", {64: {"unfused": 1.0}}, "pinned")])
+
+
+def test_an_entry_names_the_results_of_its_own_ranks(tmp_path: Path) -> None:
+    rows = kernel_table.rows_of([saved(tmp_path / "1.json", {64: {"unfused": 1.0}})])
+    rows += [{**row, "tp_size": 4, "file": "2.json"} for row in rows]
+    found = kernel_table.entries(rows, (9, 0))
+    assert {source: [key[4] for key in made] for source, made in found.items()} == {
+        "1.json": [2], "2.json": [4],
+    }  # fmt: skip

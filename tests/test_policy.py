@@ -388,3 +388,12 @@ def test_copies_are_taken_apart(ranks: int) -> None:
 def test_times_that_can_be_no_copies(times: tuple[float, ...]) -> None:
     """Two sizes that take the same time measured something else than copies."""
     assert calibrate.copy_engine(times, 2, 4e12) is None
+
+
+@pytest.mark.parametrize(("parts", "ranks"), [(("copies",), 2), (("collectives", "copies"), 1)])
+def test_a_calibration_that_would_measure_nothing_is_refused(
+    parts: tuple[str, ...], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SPError, match=rf"nothing of {parts[0]}.* --ranks {ranks} on 0 GPUs"):
+        calibrate.calibrate(ranks, "h200", None, None, parts)

@@ -214,7 +214,7 @@ def test_the_crossover_is_of_the_estimated_order() -> None:
         assert table["tokens"] / 2 <= found <= table["tokens"] * 2, name
 
 
-MLP_BOUNDS = {"replicated": 0.13, "unfused": 0.11, "copy_engine": 0.21, "one_shot": 0.14}
+MLP_BOUNDS = {"replicated": 0.13, "unfused": 0.11, "copy_engine": 0.21, "one_shot": 0.15}
 
 
 def test_the_mlp_at_tp2_on_two_h200() -> None:

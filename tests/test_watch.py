@@ -14,6 +14,7 @@ import ranks
 from stream_machine import FLAGS, MAIN, SIDE, SPACE, Machine, WrittenDown
 
 from sp_passes import SPError
+from sp_passes.bench import watch_check
 from sp_passes.ops import watch
 from sp_passes.ops.lanes import Lanes, words
 from sp_passes.ops.watch import Watch
@@ -43,10 +44,12 @@ def test_the_rank_that_did_not_come_is_named_once() -> None:
     one = Watch(0, SIZE, 60.0)
     waiting, done = words_after(0, 1), words_after(0, 1, 2)
     assert one.look(waiting, 0.0) == [] == one.look(waiting, 59.0)
+    assert one.pending, "so it looks more often"
     (line,) = one.look(waiting, 61.0)
     assert line == "rank 0 has waited 61 s for rank 2, which has not come (barrier)"
     assert one.look(waiting, 99.0) == [] and one.late
-    assert one.look(done, 100.0) == ["rank 2 came to rank 0"] and not one.late
+    assert one.look(done, 100.0) == ["rank 2 came to rank 0"]
+    assert not one.late and not one.pending
     assert one.look(waiting, 101.0) == [], "counted from the new call on"
 
 
@@ -71,6 +74,48 @@ def test_what_may_not(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watch.VARIABLE, text)
     with pytest.raises(SPError, match="give seconds above 0, or seconds and abort"):
         watch.asked()
+
+
+def test_what_is_not_watched_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group: Any = SimpleNamespace(group_name="7")
+    for text, why in (("60s", "give seconds above 0"), ("60", "it does not move by driver calls")):
+        monkeypatch.setenv(watch.VARIABLE, text)
+        caplog.clear()
+        assert watch.start(SimpleNamespace(lanes=None), group) is None
+        (line,) = caplog.messages
+        assert line.startswith("group 7 is not watched: ") and why in line
+
+
+def test_a_process_is_ended_where_its_stacks_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(1)
+        raise SystemExit
+
+    def closed(file: Any) -> None:
+        raise OSError("closed")
+
+    monkeypatch.setattr(watch.os, "abort", end)
+    monkeypatch.setattr(watch.faulthandler, "dump_traceback", closed)
+    monkeypatch.setattr(watch, "_lives", lambda *about: True)
+    one, held = Watch(0, SIZE, 1e-9), words_after(0, 1)
+    with pytest.raises(SystemExit):
+        watch.follow(one, lambda: held, "7", None, True)
+    assert ended
+
+
+def test_the_check_over_links_can_fail() -> None:
+    good = {"right": [True], "driver_calls": True, "lines": []}
+    row = {"case": "captures", "codes": [0, 0], "ranks": [good, good]}
+    assert watch_check.passed(row)
+    for wrong in ({"driver_calls": False}, {"right": [True, False]},
+                  {"lines": ["group 0 is not watched any more: gone"]}):  # fmt: skip
+        assert not watch_check.passed({**row, "ranks": [good, {**good, **wrong}]})
 
 
 def test_the_thread_logs_and_ends_with_its_group(

@@ -265,7 +265,8 @@ def calibrate(
         parts: of ``PARTS``: what to measure, the rest is the base profile's.
 
     Raises:
-        SPError: a part that there is not, fewer than one rank, or more than there are GPUs.
+        SPError: a part that there is not, or none that this machine has, fewer than one rank, or
+            more than there are GPUs.
     """
     unknown = set(parts) - set(PARTS)
     if unknown:
@@ -276,6 +277,12 @@ def calibrate(
         raise SPError(f"--ranks {count}: needs at least 1")
     if gpus and count > gpus:
         raise SPError(f"--ranks {count}: this machine has {gpus} GPUs; give 1 to {gpus}")
+    there = PARTS[: 1 if count == 1 else 3 if gpus else 2]
+    if not set(parts) & set(there):
+        raise SPError(
+            f"nothing of {', '.join(parts)} can be measured with --ranks {count} on {gpus} GPUs, "
+            f"only {', '.join(there)}"
+        )
     notify = None if say is None else lambda rank, text: say(text) if rank == 0 else None
     given = (raw(base), name, None, tuple(parts))
     profile = run_ranks(measure, count, *given, timeout=300, notify=notify)[0]

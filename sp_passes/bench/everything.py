@@ -99,8 +99,8 @@ STEPS = (
         40, 120, needs="ncu", environment=(("CUDA_VISIBLE_DEVICES", "0"),),
     ),
     Step(
-        "multirank_shared", "sp_passes.bench.multirank --ranks 4,8 --out {out}/multirank_shared.json"
-        " --kernels copy_engine,hopper,hopper_copy", 90, 180,
+        "multirank_shared", "sp_passes.bench.multirank --ranks 4,8"
+        " --kernels copy_engine,hopper,hopper_copy --out {out}/multirank_shared.json", 90, 180,
     ),
 )  # fmt: skip
 

@@ -252,6 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.out is None and not args.profile:
         parser.error("--out is needed, or --profile")
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU, torch sees none")
     hopper_code.SPIN_SECONDS = 3  # nothing is waited for
     command = "python -m sp_passes.bench.gemm " + " ".join(argv or sys.argv[1:])
     rows: list[dict[str, Any]] = []

@@ -58,7 +58,7 @@ def entries(rows: Sequence[Row], capability: tuple[int, int]) -> dict[str, dict[
     made = winners(rows, capability)
     out: dict[str, dict[Any, Any]] = {}
     for key, buckets in made.items():
-        files = {row["file"] for row in rows if (row["op"], row["n"], row["k"]) == key[1:4]}
+        files = {row["file"] for row in rows if _sizes(row) == key[1:5]}
         out.setdefault(", ".join(sorted(files)), {})[key] = buckets
     return out
 

@@ -8,8 +8,9 @@ memory have none by default, and NCCL's watchdog sees NCCL's work only. So ask f
     SP_PASSES_WATCH=600,abort   and then the process ends (SIGABRT), as NCCL's watchdog does it
 
 A thread for each workspace reads once a second, through the links, whether the signals of this
-rank have been taken. Calls cost nothing more, and replayed graphs are seen too. The thread ends
-with its process group. Without the variable there is none.
+rank have been taken; 20 times a second while one has not, so that a rank which is always the
+earlier one is not taken for one that waits. Calls cost nothing more, and replayed graphs are seen
+too. The thread ends with its process group. Without the variable there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -98,6 +100,11 @@ class Watch:
     def late(self) -> bool:
         return bool(self._told)
 
+    @property
+    def pending(self) -> bool:
+        """Whether a signal was not taken at the last look."""
+        return bool(self._since)
+
     def _left(self, there: Sequence[int], here: Sequence[int], peer: int) -> list[str]:
         """This rank's signals among the words of a peer, whose own is not here."""
         places: dict[str, Word] = {"barrier": barrier_word}
@@ -107,9 +114,19 @@ class Watch:
 
 
 def start(peers: Any, pg: Any) -> threading.Thread | None:
-    """Watch a workspace that moves by driver calls, if that is asked for."""
-    found = asked()
-    if found is None or peers.lanes is None:
+    """Watch a workspace that moves by driver calls, if that is asked for; else a line in the log.
+
+    A wrong variable changes nothing about what the ranks run.
+    """
+    try:
+        found = asked()
+    except SPError as err:
+        log.error("group %s is not watched: %s", pg.group_name, err)
+        return None
+    if found is None:
+        return None
+    if peers.lanes is None:
+        log.warning("group %s is not watched: it does not move by driver calls", pg.group_name)
         return None
     watch = Watch(peers.rank, peers.size, found[0])
     read = reader(peers._words, peers.rank, peers.lanes.calls)
@@ -155,9 +172,11 @@ def follow(watch: Watch, read: Callable[[], Words], name: str, pg: Any, abort: b
         for line in lines:
             log.error("group %s: %s", name, line)
         if abort and watch.late:
-            faulthandler.dump_traceback()
-            os.abort()
-        time.sleep(pause)
+            try:
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+            finally:  # also where nobody can take it
+                os.abort()
+        time.sleep(pause / 20 if watch.pending else pause)
 
 
 def _lives(name: str, pg: Any) -> bool:
