@@ -28,6 +28,7 @@ from sp_passes.cli.main import app
 from sp_passes.inspect import InspectError, Inspection, inspect, load, view
 from sp_passes.inspect.diff import diff, rank_diff
 from sp_passes.inspect.fold import Group, fold, representatives, walk
+from sp_passes.inspect.ops import resolve
 from sp_passes.inspect.segments import layers
 
 CONFIG = sp_passes.SPConfig(tp_size=TP)
@@ -266,3 +267,13 @@ def test_a_sum_in_place_counts_as_one(tmp_path: Path) -> None:
         ("arg1_1", "Shard(1)"),
     }
     assert not made.applied
+
+
+@pytest.mark.parametrize(
+    ("op", "rows"), [("rms_norm", ["x"]), ("fused_add_rms_norm", ["x", "x_residual"])]
+)
+def test_norms_of_vllm_have_names_where_it_is_not_loaded(op: str, rows: list[str]) -> None:
+    """Their rule asks for arguments by name."""
+    found = resolve(f"torch.ops.vllm_ir.{op}.default", 3)
+    names = [argument.name for argument in found._schema.arguments]
+    assert names[: len(rows)] == rows and names[len(rows)] == "weight"

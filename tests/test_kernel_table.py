@@ -60,6 +60,8 @@ def test_the_last_file_counts_and_a_kernel_can_be_left_out(
 def test_times_of_stand_ins_make_no_table(tmp_path: Path) -> None:
     with pytest.raises(SPError, match="measured with pinned in place of links"):
         kernel_table.rows_of([saved(tmp_path / "1.json", {64: {"unfused": 1.0}}, "pinned")])
+    with pytest.raises(SPError, match=r"no rows in .*1\.json"):
+        kernel_table.rows_of([saved(tmp_path / "1.json", {})])
 
 
 def test_an_entry_names_the_results_of_its_own_ranks(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def rows_of(paths: Sequence[Path], without: Sequence[str] = ()) -> list[Row]:
         without: ``op:kernel`` to leave out.
 
     Raises:
-        SPError: a file that is no such result, or one of stand-ins for links.
+        SPError: a file that is no such result, or one of stand-ins for links; no row at all.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for path in paths:
@@ -50,6 +50,8 @@ def rows_of(paths: Sequence[Path], without: Sequence[str] = ()) -> list[Row]:
                 found[key] = row | {"us": us, "file": path.name}
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise SPError(f"{path} is no result of sp-passes bench kernels: {err}") from None
+    if not found:
+        raise SPError(f"no rows in {', '.join(map(str, paths))}: they would make an empty table")
     return list(found.values())
 
 

@@ -131,12 +131,19 @@ def _whole_model(asked: Asked, counts: dict[str, int], as_json: bool) -> None:
     out.print(show.traffic(before, after))
     out.print(bought(found, before, after))
     if (held := _budget(asked, one_rank, model_config, found, traced)) is not None:
-        out.print(show.budget(held))
+        out.print(show.budget(held, _asked_for(asked)))
     spent = sum(found.seconds.values())
     out.print(
         f"{traced.nodes} nodes: traced in {traced.seconds:.1f} s, rewritten and checked in "
         f"{spent:.1f} s."
     )
+
+
+def _asked_for(asked: Asked) -> str:
+    """What decided which sites are sharded."""
+    if asked.need_gib:
+        return f"need_gib {asked.need_gib:g}"
+    return f"policy {asked.policy}" if asked.policy else "every legal site sharded"
 
 
 def _range(asked: Asked, as_json: bool) -> None:
@@ -160,9 +167,8 @@ def _range(asked: Asked, as_json: bool) -> None:
     out = show.console()
     for table in crossover.tables(found, curve):
         out.print(table)
-    asked_for = "every legal site sharded"
+    asked_for = _asked_for(asked)
     if asked.policy or asked.need_gib:
-        asked_for = f"need_gib {asked.need_gib:g}" if asked.need_gib else f"policy {asked.policy}"
         show.report(out, found.report, f"{asked_for}, {found.low} to {found.high} tokens")
     if held is not None:
         out.print(show.budget(held, asked_for))

@@ -167,7 +167,7 @@ def boundaries(found: Report, pattern: str = "pp_send") -> Table:
     return table("Pipeline boundary: bytes of one rank a step", head, rows)
 
 
-def budget(held: Budget, sharded: str = "every legal site sharded") -> Table:
+def budget(held: Budget, sharded: str) -> Table:
     """Memory of one rank before and after, and the tokens of KV cache that are left.
 
     Args:

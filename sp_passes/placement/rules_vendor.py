@@ -42,6 +42,8 @@ class Norm:
     def __call__(self, op: Op) -> States:
         """The outputs live where the rows do; features must be whole."""
         held = arguments(op.node)
+        if any(name not in held for name in self.rows):  # a stand-in with a schema of its own
+            raise RuleError(f"{op.node.target} without names of arguments", "its schema")
         kinds = []
         for name in self.rows:
             source = held[name]
