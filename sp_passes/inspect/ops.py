@@ -20,7 +20,9 @@ _SCHEMAS = {
     "vllm::all_gather": "(Tensor tensor, int dim, int world_size, str group_name) -> Tensor",
     "vllm::reduce_scatter": "(Tensor tensor, int dim, int world_size, str group_name) -> Tensor",
     "vllm::all_reduce": "(Tensor tensor, str group_name) -> Tensor",
-    "vllm_ir::rms_norm": "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor",
+    "vllm_ir::rms_norm": (
+        "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor"
+    ),
     "vllm_ir::fused_add_rms_norm": (
         "(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, int? variance_size=None)"
         " -> (Tensor, Tensor)"
