@@ -118,8 +118,8 @@ def programs(
     """Of every rank. ``merged``: one product for all chunks; else chunks in two pieces."""
     patch.setattr(copy_engine, "at_once", lambda *sizes: merged)
     least = 1 << 20 if merged else ROWS * WIDTH // (2 if size == 2 else 4)
-    patch.setattr(copy_engine, "_FULL", least)
-    patch.setattr(gather_engine, "_FULL", least)
+    patch.setattr(copy_engine, "FULL", least)
+    patch.setattr(gather_engine, "FULL", least)
     made = []
     for number in range(size):
         rank = Rank(number, size)

@@ -131,7 +131,7 @@ def test_bad_table_file(tmp_path: Path, changes: dict[str, Any] | None, message:
 
 
 def test_pieces_cover_the_rows_and_fill_the_gpu() -> None:
-    full = copy_engine._FULL
+    full = copy_engine.FULL
     assert copy_engine.spans(8, 4096, 7168, 768, full) == [(0, 4096)]
     assert copy_engine.spans(2, 5, 64, 64, full) == [(0, 5)]
     assert copy_engine.spans(2, 16384, 6288, 6288, full) == [(0, 16384)]  # product-bound
@@ -197,7 +197,7 @@ class Recorder:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_engine, "_FULL", 6)
+    monkeypatch.setattr(copy_engine, "FULL", 6)
 
 
 @pytest.mark.parametrize("out_first", [True, False])

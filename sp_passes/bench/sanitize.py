@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: {found}, {time.monotonic() - start:.1f} s", flush=True)
     wrong = f"failed: {', '.join(failed)}" if failed else "none failed"
     print(f"{ran} of {len(names)} parts ran, {wrong}", flush=True)
-    return int(bool(failed))
+    return int(bool(failed) or not ran)
 
 
 if __name__ == "__main__":

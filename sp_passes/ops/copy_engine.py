@@ -28,7 +28,7 @@ from .kernels import no_peers, register_kernel
 from .symmetric import Peers, workspace
 
 # Elements of a product that fill an H100 or H200 once: 132 tiles of 128 x 256.
-_FULL = 132 * 128 * 256
+FULL = 132 * 128 * 256
 _CHUNKS = 8
 # Features at which a row's product (700 TFLOP/s) takes as long as its way to a peer (370 GB/s).
 # Above, products are the longer part and cutting them costs more than it hides.
@@ -117,7 +117,7 @@ def gather_products(
     shape = (size, rows, k)
     turned = [w.t() if first else w for w, first in zip(weights, out_first, strict=True)]
     widths = [w.shape[1] for w in turned]
-    pieces = spans(size, rows, max(widths), sum(widths), _FULL)
+    pieces = spans(size, rows, max(widths), sum(widths), FULL)
     if len(pieces) == 1 and at_once(size, rows, sum(widths), k, k):
         arrived = peers.exchange(x, shape)
         full = peers.mine((size * rows, k), x.dtype)
@@ -157,7 +157,7 @@ def product_reduce(
     turned = weight.t() if out_first else weight
     n, k = turned.shape[1], x.shape[1]
     shape = (size, rows, n)
-    pieces = spans(size, rows, n, k, 2 * _FULL)
+    pieces = spans(size, rows, n, k, 2 * FULL)
     peers.fork()
     peers.open()
     if len(pieces) == 1 and at_once(size, rows, n, k, n):

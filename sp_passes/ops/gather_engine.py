@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from . import features
-from .copy_engine import _FULL, _flat, _product, no_peers, spans
+from .copy_engine import FULL, _flat, _product, no_peers, spans
 from .kernels import register_kernel
 from .symmetric import Peers, workspace
 
@@ -31,7 +31,7 @@ def product_gather(
     size, rows = peers.size, x.shape[0]
     turned = weight.t() if out_first else weight
     shape = (size, rows, turned.shape[1])
-    pieces = spans(size, rows, shape[2], x.shape[1] // size, _FULL)
+    pieces = spans(size, rows, shape[2], x.shape[1] // size, FULL)
     peers.fork()
     peers.open()
     if len(pieces) == 1:

@@ -140,4 +140,4 @@ def _pieces(ranks: int, rows: float, n: int, depth: int, full: int) -> int:
     """Into how many the copy engine's kernel cuts a chunk; ``full``: fillings of a GPU a piece."""
     from ..ops import copy_engine
 
-    return len(copy_engine.spans(ranks, int(rows), n, depth, full * copy_engine._FULL))
+    return len(copy_engine.spans(ranks, int(rows), n, depth, full * copy_engine.FULL))
