@@ -31,6 +31,7 @@ from .decode import DTYPES
 from .hopper_code import MOST_PIECES, MOST_RANKS, MOST_WEIGHTS, Arguments, code, macros_of
 from .hopper_widths import BM, COPIED, PUSHED, width_back, width_for
 from .kernels import Call, no_peers, register_kernel
+from .shared import rounded
 
 MOST_ROWS = MOST_PIECES * BM
 _CONTROL = 4
@@ -230,18 +231,14 @@ def reduction(
 _COUNTERS = 2 * MOST_RANKS * MOST_PIECES * 4
 
 
-def _half(nbytes: int) -> int:
-    return -(-nbytes // 1024) * 1024
-
-
 def buffer_bytes(nbytes: int) -> int:
     """Of one rank, for calls that move up to ``nbytes``."""
-    return 2 * _half(nbytes) + _COUNTERS
+    return 2 * rounded(nbytes) + _COUNTERS
 
 
 def for_group(pg: Any, device: torch.device, nbytes: int) -> Peers:
     """Buffers in symmetric memory for calls that move up to ``nbytes``. Collective."""
-    half = _half(nbytes)
+    half = rounded(nbytes)
     at, buffer = one_shot.shared(pg, device, buffer_bytes(nbytes))
     made = Peers(pg.rank(), at, [base + 2 * half for base in at], buffer[: 2 * half], half)
     made.kept = buffer
