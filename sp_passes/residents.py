@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import _private, stray
 from .errors import SPError
-from .layout import ShardLayout
+from .layout import Layout, LocalPart, ShardLayout
 from .proof import agree, prove, same_rows, whole_parts
 
 log = logging.getLogger("sp_passes")
@@ -185,6 +185,11 @@ def declare_whole(plan: str, tensors: Sequence[Tensor]) -> None:
 
 
 # --- shards -----------------------------------------------------------------------------
+
+
+def part(weight: Tensor, layout: Layout, pg: Any, x: Tensor | None = None) -> Tensor:
+    """What this rank multiplies by; ``x`` as in :func:`resident`."""
+    return weight if isinstance(layout, LocalPart) else resident(weight, layout, pg, x)
 
 
 def resident(weight: Tensor, layout: ShardLayout, pg: Any, x: Tensor | None = None) -> Tensor:

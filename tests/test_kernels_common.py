@@ -59,7 +59,7 @@ def replaced(*pairs: tuple[Any, str, Any]) -> Iterator[None]:
         yield
 
 
-def refusal(call: Call, name: str, group: Any) -> str:
+def name_or_refusal(call: Call, name: str, group: Any) -> str:
     try:
         return choose(call, name, ref(group)).name
     except SPError as err:
@@ -88,8 +88,8 @@ def one_without_triton(at: Rank) -> dict[str, Any]:
     ):
         return {
             "auto": [choose(call, "auto", ref(at.group)).name for call in (CALL, GATHER)],
-            "triton": refusal(CALL, "triton", at.group),
-            "copy_engine": refusal(CALL, "copy_engine", at.group),
+            "triton": name_or_refusal(CALL, "triton", at.group),
+            "copy_engine": name_or_refusal(CALL, "copy_engine", at.group),
             "more": choose(CALL._replace(tokens=64), "auto", ref(at.group)).name,
             "asked": len(asked),
             "lines": lines,

@@ -82,14 +82,6 @@ def test_buckets() -> None:
     assert tuned.in_bucket(buckets, 8193) is None
 
 
-def test_shipped_table_names_kernels() -> None:
-    for key, buckets in tuned.shipped().items():
-        assert key[1] in kernels.OPS
-        assert [most for most, _ in buckets] == sorted(most for most, _ in buckets)
-        for _, name in buckets:
-            assert (key[1], name) in kernels._TABLE
-
-
 def test_table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
     key = ((9, 0), "ag_gemm", 6288, 7168, 2, "bfloat16")

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from .. import residents
 from ..errors import ShardingError, SPError
-from ..layout import Layout, LocalPart, ShardLayout, parse
+from ..layout import Layout, ShardLayout, parse
 from . import collective_engine as collective_engine
 from . import collectives, features, mlp, p2p, symmetric, unfused, weight_gather
 from . import copy_engine as copy_engine
@@ -67,13 +67,6 @@ def _out_features(weight: Tensor, layout: str, tp_size: int) -> int:
     return parse(layout).part_size(weight, tp_size)
 
 
-def _part(weight: Tensor, layout: Layout, pg: Any, x: Tensor | None = None) -> Tensor:
-    """What this rank multiplies by; ``x`` as in ``residents.resident``."""
-    if isinstance(layout, LocalPart):
-        return weight
-    return residents.resident(weight, layout, pg, x)
-
-
 # --- what each op computes --------------------------------------------------------------
 
 
@@ -91,10 +84,11 @@ def _ag_gemm(
 ) -> list[Tensor]:
     pg = group_of(group, tp_size)
     cuts, vector_cuts, out_first = _parsed(tuple(layouts))
-    shards = [_part(weights[0], cuts[0], pg, x)]
-    shards += [_part(w, cut, pg) for w, cut in zip(weights[1:], cuts[1:], strict=True)]
+    shards = [residents.part(weights[0], cuts[0], pg, x)]
+    shards += [residents.part(w, cut, pg) for w, cut in zip(weights[1:], cuts[1:], strict=True)]
     vectors = [
-        None if b is None else _part(b, cut, pg) for b, cut in zip(biases, vector_cuts, strict=True)
+        None if b is None else residents.part(b, cut, pg)
+        for b, cut in zip(biases, vector_cuts, strict=True)
     ]
     dtype = x.dtype
     same = [i for i, w in enumerate(weights) if w.dtype == dtype]
@@ -157,7 +151,7 @@ def _gemm_rs(
     scattered_rows(x, tp_size)
     pg = group_of(group, tp_size)
     cut = parse(layout)
-    shard = _part(weight, cut, pg)
+    shard = residents.part(weight, cut, pg)
     out_first = cut.dim == 1
     call = Call(
         "gemm_rs",
@@ -192,13 +186,11 @@ def _prepare(
     whole: Sequence[Tensor] | None = None,
     max_tokens: int | None = None,
 ) -> Tensor:
-    from ..residents import prepare
-
     if max_tokens is not None:
         symmetric.expect(group, max_tokens, tp_size)
     cuts = [ShardLayout.parse(text) for text in layouts]
     pg = group_of(group, tp_size)
-    prepare(weights, cuts, names, plan, release, pg, proven or (), whole or ())
+    residents.prepare(weights, cuts, names, plan, release, pg, proven or (), whole or ())
     return weights[0].new_empty(0, dtype=torch.int8)
 
 
@@ -210,11 +202,9 @@ def _agree(
     whole: Sequence[Tensor] | None = None,
     max_tokens: int | None = None,
 ) -> None:
-    from ..residents import prepare
-
     if max_tokens is not None:
         symmetric.expect(group, max_tokens, tp_size)
-    prepare([], [], [], plan, False, group_of(group, tp_size), (), whole or ())
+    residents.prepare([], [], [], plan, False, group_of(group, tp_size), (), whole or ())
 
 
 # --- shapes -----------------------------------------------------------------------------

@@ -7,12 +7,13 @@ The model (``policy.costs``) knows one fused schedule, the copy engine's. It is 
 
 at both ends of the call's token bucket. ``margin`` covers more than the model is known to be
 wrong by: against the 28 rows of ``bench/results/2026-11-29-kernels-tp2-3.json`` from 4,096 tokens
-on (powers of two), its overlapped time is 9 % too short to 1 % too long and its speed-up over
+on (powers of two), its overlapped time is up to 8 % too short and its speed-up over
 unfused at most 1.15 times the measured one (GB300, published rows: 1.22). Those are two ranks;
 nothing was measured at four or eight, so the margin is over twice that. Outside these the error is
 not known, so nothing is picked: other machines, below 4,096 tokens, above 32,768, 32-bit inputs,
 ``gemm_gather``. ``host`` is what the calls of the copy engine take outside CUDA graphs
-(``bench/NOTES.md``: 230 µs at eight ranks with a product for each); short ones would wait for it.
+(``bench/NOTES.md``: 217 and 221 µs at eight ranks with a product for each); short ones would
+wait for it.
 
 Decided once for each (op, n, k, ranks, dtype, bucket) and kept; the ranks decide alike, as all
 that goes in is equal on machines of one name.
@@ -47,12 +48,12 @@ def winner(call: Call, profile: str | None = None) -> str | None:
     """``copy_engine`` where it is estimated to win beyond doubt, else None.
 
     Args:
-        profile: name of the machine's hardware profile, where it is not this one.
+        profile: name of the machine's hardware profile, "" for none; None: of this machine.
     """
     bucket = next(
         ((low, high) for low, high in pairwise(EDGES) if low <= call.tokens <= high), None
     )
-    name = profile or PROFILES.get(device_name())
+    name = PROFILES.get(device_name()) if profile is None else profile
     if bucket is None or name not in PROFILES.values() or call.dtype not in DTYPES:
         return None
     wins = _wins(name, call.op, call.n, call.k, call.tp_size, call.dtype, bucket)

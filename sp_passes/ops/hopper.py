@@ -10,9 +10,9 @@ Against ``triton_gemm`` a tile may have any multiple of 8 columns, so that the t
 fill its last wave; nothing but the one kernel is launched, and the two halves of the buffer
 take turns, so that a call needs no barrier (``cuda/hopper.h`` says why that is safe).
 
-A kernel whose peer has not come after ``SPIN_SECONDS`` ends itself; PyTorch then reports an
-"unspecified launch failure" on this rank. All of its blocks must be resident at once, so nothing
-that waits for other ranks may run beside it on another stream.
+A kernel whose peer has not come after ``hopper_code.SPIN_SECONDS`` ends itself; PyTorch then
+reports an "unspecified launch failure" on this rank. All of its blocks must be resident at once,
+so nothing that waits for other ranks may run beside it on another stream.
 """
 
 from __future__ import annotations

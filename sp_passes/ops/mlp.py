@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import residents
 from ..errors import ShardingError, SPError
 from ..layout import Layout, LocalPart, parse
 from . import decode, one_shot, tuned, unfused
@@ -70,7 +71,7 @@ def _ag_mlp_rs(
 ) -> Tensor:
     cut1, cut2 = cuts(w1, w2, layout1, layout2)
     pg = group_of(group, tp_size)
-    shard1, shard2 = _part(w1, cut1, pg, x), _part(w2, cut2, pg)
+    shard1, shard2 = residents.part(w1, cut1, pg, x), residents.part(w2, cut2, pg)
     how = Activation(act, beta, linear_beta)
     away = _away(x, pg, tp_size) if kernel in ("auto", "one_shot") else None
     if kernel == "one_shot" or (kernel == "auto" and unmeasured(x.device.type, tp_size) is None):
@@ -108,12 +109,6 @@ def unmeasured(device: str | None, tp_size: int) -> str | None:
 
 def _on_ranks(tp_size: int) -> str:
     return f"not measured on {tp_size} ranks"
-
-
-def _part(weight: Tensor, cut: Layout, pg: Any, x: Tensor | None = None) -> Tensor:
-    from ..residents import resident
-
-    return weight if isinstance(cut, LocalPart) else resident(weight, cut, pg, x)
 
 
 def cuts(w1: Tensor, w2: Tensor, layout1: str, layout2: str) -> tuple[Layout, Layout]:

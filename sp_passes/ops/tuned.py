@@ -76,7 +76,7 @@ def picked(call: Call, capability: tuple[int, int], profile: str | None = None) 
     """As :func:`winner`, on a machine of that capability.
 
     Args:
-        profile: name of its hardware profile, where it is not this machine.
+        profile: name of its hardware profile, "" for none; None: of this machine.
     """
     buckets = table().get(_key(call, capability))
     if buckets is None:

@@ -25,12 +25,12 @@ from ..ops.kernels import Call
 
 Capability = tuple[int, int]
 
-MACHINES: dict[str, tuple[Capability, str | None]] = {
-    "h100": ((9, 0), None),
+MACHINES: dict[str, tuple[Capability, str]] = {
+    "h100": ((9, 0), ""),
     "h200": ((9, 0), "h200"),
 }
 """By name of a hardware profile: what ``auto`` asks of a machine, its compute capability and the
-profile of its estimates. Nothing was measured on others, so they run unfused."""
+profile of its estimates, "" for none. Nothing was measured on others, so they run unfused."""
 
 COPIES, HOPPER, ONE_SHOT, DECODE = "copy engine", "hopper", "one_shot", "decode"
 KINDS = {
@@ -167,7 +167,7 @@ _READ: dict[str, Callable[[fx.Node, int], Found | None]] = {
 
 def _decoded(graph: fx.Graph, setting: Setting) -> set[tuple[int, int, int]]:
     """``(k, n, inner)`` of the MLPs whose decode steps have buffers of their own."""
-    capability, _ = MACHINES.get(setting.hardware, ((0, 0), None))
+    capability, _ = MACHINES.get(setting.hardware, ((0, 0), ""))
     if (capability, setting.tp_size) not in mlp.MEASURED:
         return set()
     found = set()

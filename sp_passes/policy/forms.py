@@ -154,7 +154,7 @@ def _reordered(work: Work, tokens: int, ranks: int, hw: Hardware) -> float:
     """Features that came from, or go to, every rank are copied once into their order.
 
     Bytes alone: with a launch as of a product for each, a step of 8 layers and few tokens
-    (bench/NOTES.md, section 8) would come out 4 % too slow, not 1 %.
+    (bench/NOTES.md, section 9) would come out 4 % too slow, not 1 %.
     """
     rows = tokens if work.tokens_whole else tokens / ranks
     kinds = ("all_to_all", "all_gather") if work.tokens_whole else ("all_to_all",)

@@ -21,10 +21,11 @@
 // parts do not come within PATIENCE_NS is left to `finish`. There is one half, and the barrier in
 // front of a call's copies keeps calls apart.
 //
-// Macros: BN columns of a tile (a multiple of 8; gemm_rs of 64), STAGES tiles in flight, RANKS of the
-// group in gemm_rs, FP16, SPIN_NS the longest wait for a peer, COPIES and PATIENCE_NS as above,
-// MOST_PIECES that a rank's rows come in, PUSHERS warps that push, FINISHERS for what one of them
-// has left. `mma`, the matrix instruction for BN columns, comes from ops/hopper_code.py, as do all of these.
+// Macros: BN columns of a tile (a multiple of 8; gemm_rs of 64), STAGES tiles in flight, RANKS of
+// the group in gemm_rs, FP16, SPIN_NS the longest wait for a peer, COPIES and PATIENCE_NS as
+// above, MOST_PIECES that a rank's rows come in, PUSHERS warps that push, FINISHERS for what one of
+// them has left. `mma`, the matrix instruction for BN columns, comes from ops/hopper_code.py, as do
+// all of these.
 #pragma once
 #include "instructions.h"
 #include "schedule.h"

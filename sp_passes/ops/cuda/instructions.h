@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instructions of hopper.h that CUDA C++ has no names for: mbarriers, TMA, signals between GPUs,
+// Instructions that CUDA C++ has no names for: mbarriers, TMA, signals between GPUs,
 // 16-byte loads and stores, and 16-bit floats as FP16 says.
 // Macros: FP16 for float16, else bfloat16; SPIN_NS the longest wait for a peer.
 #pragma once

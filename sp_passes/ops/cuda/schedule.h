@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who computes and who sends what in ag_gemm.cu and gemm_rs.cu. Plain C++, so that it is tested on a CPU too.
+// Who computes and who sends what in ag_gemm.cu and gemm_rs.cu. Plain C++, so that it is tested on
+// a CPU too.
 //
 // A chunk is the rows of one rank, cut into tiles of BM rows. A push is at most UNIT bytes of this
 // rank's rows on their way to one peer; pushes of a tile of rows are counted by one word there.
