@@ -15,11 +15,11 @@ so few tokens are better off there.
 
 Why it does not stand still. Streams may share a queue of the device, in which what is behind a
 kernel, a signal say, waits for its end. So a product may wait only for what peers issue in front
-of their product: rows of ag_gemm. Parts of gemm_rs are issued behind it, and a tile waits for
-its parts no longer than ``hopper_code.PATIENCE_NS``; then its sum is left to a second kernel, with
-the same arithmetic and so the same bits. Nothing else that a product waits for is a kernel, since
-the product may have every multiprocessor: rows are copies, signals are written and awaited by
-streams (``lanes``). In a captured graph the side stream's part is a branch beside the product, and the
+of their product: rows of ag_gemm. Parts of gemm_rs are issued behind it, and a tile waits for its
+parts no longer than ``hopper_code.PATIENCE_NS``; then its sum is left to a second kernel, with the
+same arithmetic and so the same bits. Nothing else that a product waits for is a kernel, since the
+product may have every multiprocessor: rows are copies, signals are written and awaited by streams
+(``lanes``). In a captured graph the side stream's part is a branch beside the product, and the
 driver is trusted to run it so; with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` it cannot, so there this
 kernel does not run. As with ``hopper`` nothing that waits for other ranks may run beside an
 ag_gemm on a third stream: it may have every multiprocessor while it waits.
