@@ -177,47 +177,39 @@ class Case:
             wrong += not y.equal(self.step(x, weight, back))
         return self._row("graph", 16 * self.size, n, k) | {"replays": replays, "wrong": wrong}
 
-    def queues_row(self, streams: int) -> Row:
-        """Back-to-back calls from many streams: some share a queue of the device with a kernel's
-        side stream, where nothing overtakes. Rows enough for several pieces."""
+    def queues_row(self, streams: int, captured: bool) -> Row:
+        """Calls back to back from many streams: some share a queue of the device with a kernel's
+        side stream, or a branch of a graph with another. Rows enough for several pieces."""
         rows, n, k = 1024, 768, 7168
         weight, back = draw(1, n, k) / k**0.5, draw(2, k, n) / n**0.5
-        x = draw(3 + self.rank, rows, k)
-        first = self.step(x, weight, back)
+        step = partial(self.step, draw(3 + self.rank, rows, k), weight, back)
+        first = step()
+        run = self.replayed(step) if captured else step
         wrong = 0
         for _ in range(streams):
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                outs = [self.step(x, weight, back) for _ in range(3)]
+                outs = [run() for _ in range(3)]
             stream.synchronize()
             wrong += sum(not out.equal(first) for out in outs)
-        return self._row("queues", rows * self.size, n, k) | {"streams": streams, "wrong": wrong}
+        row = self._row("graph queues" if captured else "queues", rows * self.size, n, k)
+        return row | {"streams": streams, "wrong": wrong}
 
-    def graph_queues_row(self, streams: int) -> Row:
-        """A captured step of several pieces replayed from many streams: branches of a graph get
-        queues too."""
-        rows, n, k = 1024, 768, 7168
-        weight, back = draw(1, n, k) / k**0.5, draw(2, k, n) / n**0.5
-        x = draw(3 + self.rank, rows, k)
-        first = self.step(x, weight, back)
+    def replayed(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Replays of the step, captured; each gives its own result."""
         torch.cuda.synchronize()
         dist.barrier(self.pg)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self.step(x, weight, back)
-        wrong = 0
-        for _ in range(streams):
-            torch.cuda.synchronize()
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                out.zero_()
-                for _ in range(3):
-                    graph.replay()
-            stream.synchronize()
-            wrong += not out.equal(first)
-        row = self._row("graph queues", rows * self.size, n, k)
-        return row | {"streams": streams, "wrong": wrong}
+            out = step()
+
+        def run() -> Tensor:
+            out.zero_()
+            graph.replay()
+            return out.clone()
+
+        return run
 
     def step(self, x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
         _, out = self.ag(x, [weight], [None], [True], self.pg, self.size)
@@ -262,7 +254,7 @@ def cases(case: Case, full: bool) -> list[Callable[[], Row]]:
     if case.kernel != "torch":  # its sums have no order, and its streams are PyTorch's
         streams = 33 if full else 9
         rows += [case.owner_row]
-        rows += [lambda: case.queues_row(streams), lambda: case.graph_queues_row(streams)]
+        rows += [partial(case.queues_row, streams, captured) for captured in (False, True)]
     return rows
 
 
