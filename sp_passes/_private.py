@@ -137,16 +137,22 @@ def device_types(pg: Any) -> set[str]:
     return {d.type for d in getattr(pg, "_device_types", [torch.device("cpu")])}
 
 
-def raw_stream(device: int) -> int:
-    """Handle of the current stream of that CUDA device."""
-    stream: int = raw_stream_getter()(device)
-    return stream
-
-
 @cache
 def raw_stream_getter() -> Any:
     """A function from a CUDA device's index to the handle of its current stream."""
     return _get("torch._C", "_cuda_getCurrentRawStream")
+
+
+def empty_getter(device: torch.device) -> Any:
+    """A function from shape, strides and dtype to a new tensor of the current device of that type:
+    what Inductor's code calls, in a third of the time of ``torch.empty``."""
+    return _get("torch._C._dynamo.guards", f"_empty_strided_{device.type}")
+
+
+def fake_store() -> Any:
+    """For a process group of the backend ``fake``, which this makes known: what is gathered in
+    one, every rank has said as this one does."""
+    return _get("torch.testing._internal.distributed.fake_pg", "FakeStore")()
 
 
 def default_store() -> Any:

@@ -166,6 +166,7 @@ class LocalPart:
 Layout = ShardLayout | LocalPart
 
 
+@lru_cache(maxsize=4096)
 def parse(text: str) -> Layout:
     """The layout that ``str(layout)`` wrote.
 

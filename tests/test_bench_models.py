@@ -15,7 +15,7 @@ import sp_passes
 from sp_passes.backend import _without_keywords
 from sp_passes.bench import models, soak, soak_calls, stack, steps
 from sp_passes.bench.devices import Place
-from sp_passes.bench.model_check import DecodeMLPs, Errors
+from sp_passes.bench.model_check import EXPECTED, LAUNCHERS, DecodeMLPs, Errors
 from sp_passes.bench.short_context import Layers, first_kda, first_mla
 from sp_passes.cli.main import app
 from sp_passes.models import load_config
@@ -214,3 +214,14 @@ def test_layers_of_the_stack_are_rewritten() -> None:
 def test_full_width_needs_gpus() -> None:
     found = CliRunner().invoke(app, ["bench", "stack", "--ranks", "2"])
     assert found.exit_code == 2 and "need 2 GPUs" in found.stderr
+
+
+def test_what_is_counted_is_what_the_kernels_call() -> None:
+    """Else a run on a GPU counts no call of a kernel that ran."""
+    for kernel, names in EXPECTED.items():
+        for name in names:
+            owner, launcher = LAUNCHERS[name]
+            run = kernels._TABLE[name.removeprefix(f"{kernel} "), kernel].run
+            assert launcher in run.__code__.co_names and run.__globals__[launcher] is getattr(
+                owner, launcher
+            )

@@ -35,7 +35,7 @@ from stream_machine import (
 from torch import Tensor
 
 from sp_passes import SPError
-from sp_passes.bench import host
+from sp_passes.bench import host, host_check
 from sp_passes.bench.links import LoopBackPeers
 from sp_passes.ops import copy_engine, gather_engine, kernels, nvrtc, rank_sum, symmetric
 from sp_passes.ops.driver import Driver, MemOp
@@ -356,7 +356,7 @@ def test_one_process_for_all_ranks(
         torch.testing.assert_close(there.far[1:], sent if merged else sent.flip(0))
 
 
-def test_host_times_without_a_device(solo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_times_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of the benchmark runs; the table of kernels is as it was afterwards."""
     before = kernels.kernel_names()
 
@@ -364,12 +364,16 @@ def test_host_times_without_a_device(solo: Any, monkeypatch: pytest.MonkeyPatch)
         call()
         return 1.0, 1.0
 
-    monkeypatch.setattr(host, "host_us", once)
+    monkeypatch.setattr(host_check, "host_us", once)
     monkeypatch.setattr(host, "profile", partial(host.profile, count=2, top=99))
-    result = host.alone(Namespace(device="cpu", rows=2))
+    try:
+        result = host.alone(Namespace(device="cpu", rows=2, whole=False))
+    finally:
+        torch.distributed.destroy_process_group()
     found = {(row["what"], row.get("ranks")) for row in result["rows"]}
     assert {("ag_gemm, at once", 8), ("gemm_rs, each chunk", 2), ("gemm_gather", 8)} <= found
-    assert {row["part"] for row in result["rows"]} == {"single", "op", "kernel"}
+    assert {("ag_gemm hopper", 2), ("gemm_rs hopper, x moves", 8)} <= found
+    assert {row["part"] for row in result["rows"]} == {"whole", "single", "op", "kernel"}
     assert any(
         row["function"] == "lanes.py:exchange" for row in result["profile"]["ag_gemm, at once"]
     )

@@ -197,7 +197,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return launch
 
-    monkeypatch.setattr(decode_hopper, "_map", fake_map)
+    monkeypatch.setattr(decode_hopper, "tensor_map", fake_map)
     monkeypatch.setattr(decode_hopper, "_own", decode_hopper._Own())
     monkeypatch.setattr(nvrtc, "kernel", lambda *args: SimpleNamespace(shared=args[3]))
     monkeypatch.setattr(nvrtc, "EarlyLaunch", fake_launch)

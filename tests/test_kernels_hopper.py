@@ -153,8 +153,8 @@ def test_shared_memory_suffices() -> None:
     for ranks, widths in ((0, hopper_widths.WIDTHS), (8, hopper_widths.WIDTHS_BACK)):
         for width in widths:
             stages = dict(hopper_code.macros_of(width, False, ranks))["STAGES"]
-            sent = 128 * width * 2 if ranks else 0
-            used = 1024 + stages * (128 + width) * 64 * 2 + sent + 8 * (2 * stages + 2)
+            sent = 128 * -(-width // 64) * 64 * 2 if ranks else 0
+            used = 1024 + stages * (128 + width) * 64 * 2 + sent + 8 * 2 * stages
             assert stages >= 3 and used <= hopper_code.SHARED
 
 
@@ -163,6 +163,7 @@ def test_widths_fill_the_last_wave() -> None:
     assert hopper_widths.width_for(1, 1024, (1536,), 7168, 132) == 96  # one
     assert hopper_widths.width_for(1, 1 << 19, (8192,), 7168, 132) == 256
     assert hopper_widths.width_back(4096, 7168, 132) == 256
+    assert hopper_widths.width_back(8, 7168, 132) == 224  # 256 tiles, not 224 in as many waves
 
 
 def test_own_rows_fill_the_time_until_others_come() -> None:
@@ -275,16 +276,44 @@ def test_the_kernels_are_part_of_what_ranks_compare(monkeypatch: pytest.MonkeyPa
     assert code_digest.__wrapped__() != before
 
 
-def test_a_call_that_could_not_be_prepared_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next one would find arguments without weights, and launch them."""
-    peers = object.__new__(hopper.Peers)
-    peers.rank, peers.size, peers.device, peers.programs, peers.half_bytes = 0, 2, 0, 4, 1024
-    peers.slots, peers.counters, peers.control = [16, 32], [48, 64], torch.zeros(4)
-    peers.launches, peers.rehearse, peers.copies, peers.ready = {}, 0, False, 0
-    launched: list[int] = []
-    kernel = SimpleNamespace(launch=lambda *args: launched.append(1))
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of every launch; nothing is launched."""
+    found: list[Any] = []
+    kernel = SimpleNamespace(launch=lambda grid, block, packed, stream: found.append(packed))
+    properties = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(hopper, "code", lambda *args: kernel)
-    monkeypatch.setattr(hopper._private, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(hopper._private, "raw_stream_getter", lambda: lambda device: 0)
+    monkeypatch.setattr(hopper.hopper_code, "tensor_map", lambda *args: bytes(128))
+    return found
+
+
+def test_what_was_made_for_other_operands_is_not_found(launched: list[Any]) -> None:
+    """Also where a tensor lies that another lay at before; a weight is updated in place."""
+    peers = hopper.loop_back(torch.device("cpu"), 2, 8, 64)
+    place = torch.zeros(8192, dtype=torch.bfloat16)
+    x, weight, bias = place[:512].view(8, 64), place[:1024].view(16, 64), place[:16]
+    others = [
+        (x[:4], weight, None), (x, place[:2048].view(32, 64), None),
+        (x, place[:2048].view(16, 128)[:, :64], None), (x, weight, bias), (x, weight, bias[8:]),
+        (x.half(), place.view(torch.float16)[:1024].view(16, 64), None), (x, weight.clone(), None),
+    ]  # fmt: skip
+    for many, (rows, matrix, vector) in enumerate([(x, weight, None), *others], 1):
+        for _ in range(2):
+            out = hopper.product_reduce(rows, matrix, vector, peers)
+            (both,) = hopper.gather_products(rows, [matrix], [vector], peers)
+            matrix += 1
+        assert out.shape == (len(rows) // 2, len(matrix)) and out.dtype == rows.dtype
+        assert both.shape == (len(rows) * 2, len(matrix))
+        assert len(peers.launches) == 2 * many == len(set(launched))
+
+
+def test_a_call_that_could_not_be_prepared_leaves_nothing(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next one would find arguments without weights, and launch them."""
+    peers = hopper.loop_back(torch.device("cpu"), 2, 4, 64)
 
     def refuse(*args: Any) -> bytes:
         raise nvrtc.SPError("a tensor map was refused")
@@ -298,4 +327,4 @@ def test_a_call_that_could_not_be_prepared_leaves_nothing(monkeypatch: pytest.Mo
         ):
             with nullcontext() if launches else pytest.raises(nvrtc.SPError, match="refused"):
                 call()
-    assert launched == [1, 1] and len(peers.launches) == 2
+    assert len(launched) == 2 and len(peers.launches) == 2

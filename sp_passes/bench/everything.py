@@ -80,6 +80,7 @@ STEPS = (
     ),
     Step("multirank", "sp_passes.bench.multirank --ranks {n} --full --out {out}/multirank.json"
          " --kernels copy_engine,triton,hopper,hopper_copy,torch", 85, 180, 2),
+    Step("watch", "sp_passes.bench.watch_check --out {out}/watch.json", 40, 60, 2),
     Step("host_check", "sp_passes.bench.host --check --out {out}/host_check.json",
          26, 90, 2, ranks=True),
     Step("stack", "sp_passes.bench.stack --out {out}/stack.json", 215, 320, 2),

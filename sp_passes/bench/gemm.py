@@ -62,7 +62,8 @@ class Product:
     """A kernel's product as rank 0 of a group.
 
     Attributes:
-        run: launches it, cut as the op would; returns ``x @ weight.t()``, if ``comparable``.
+        run: launches it; returns ``x @ weight.t()``, if ``comparable``. An ag_gemm of hopper is
+            cut as is best when all rows are there: in the op it is cut to what arrives when.
         cuts: other ways to cut it, by name.
         about: how ``run`` cuts it.
     """
@@ -98,7 +99,8 @@ def of_triton(shape: Shape, size: int, x: Tensor, weight: Tensor) -> Product:
 
 
 def of_hopper(shape: Shape, size: int, x: Tensor, weight: Tensor) -> Product:
-    """Of gemm_rs what is stored for peers lands among their parts, so its sum is nobody's."""
+    """Of gemm_rs what is stored for peers lands among their parts, so its sum is nobody's; its
+    time is that of product, stores and sum."""
     op, n, k, tokens = shape
     rows, ag = tokens // size, op == "ag"
     peers = hopper.loop_back(DEVICE, size, rows, k if ag else n)
@@ -113,14 +115,14 @@ def of_hopper(shape: Shape, size: int, x: Tensor, weight: Tensor) -> Product:
         return lambda: hopper.product_reduce(x, weight, None, peers, width, group)
 
     width = (
-        hopper_widths.width_for(size, rows, (n,), k, peers.programs) if ag
+        hopper_widths.width_for(size, rows, (n,), k, peers.programs, hopper_widths.HERE) if ag
         else hopper_widths.width_back(size * -(-rows // hopper_widths.BM), n, peers.programs)
     )  # fmt: skip
     widths = hopper_widths.WIDTHS if ag else hopper_widths.WIDTHS_BACK
     cuts = [(w, usual) for w in widths if tokens <= 4096 or w >= 144]
     cuts += [(width, group) for group in (2, 4, 8, 12, 16) if tokens >= 4096]
     calls = {f"{w}, {group}": call(w, group) for w, group in cuts}
-    return Product(call(None, usual), calls, {"width": width}, comparable=ag)
+    return Product(call(width, usual), calls, {"width": width}, comparable=ag)
 
 
 def set_from_the_start(peers: hopper.Peers, slots: Tensor) -> None:

@@ -2,14 +2,15 @@
 """Host time of one eager call of the overlapped ops, in µs, and what it goes into.
 
     python -m sp_passes.bench.host --out FILE                       one process for 8 ranks
+    python -m sp_passes.bench.host --whole --out FILE               of it, the whole ops only
     torchrun --nproc-per-node 2 -m sp_passes.bench.host --out FILE  real links, whole ops
     torchrun … -m sp_passes.bench.host --check --out FILE           are the signals right?
     torchrun … -m sp_passes.bench.host --schedules --out FILE       device time of both schedules
 
-One process: the kernel functions over ``LoopBackPeers``, which make a rank's driver calls; the
-op around a kernel that does nothing; single calls; a profile. Small token counts, so that the
-device is not what is waited for. ``--device cpu`` runs them without driver and device: what is
-left is our own Python and PyTorch's CPU products.
+One process: whole ops by ``hopper``; the kernel functions over ``LoopBackPeers``, which make a
+rank's driver calls; the op around a kernel that does nothing; single calls; a profile. Small
+token counts, so that the device is not what is waited for. ``--device cpu`` runs them without
+driver and device: what is left is our own Python and PyTorch's CPU products.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from ..ops import (
 from ..ops.decode import triton_missing
 from ..ops.driver import MemOp, Move
 from ..ops.kernels import _TABLE, Call
-from .host_check import AT_ONCE, DTYPE, Row, check_rows, forced, host_us, schedule_rows
+from .host_check import AT_ONCE, DTYPE, Row, check_rows, forced, schedule_rows, timed
+from .host_whole import whole_rows
 from .links import LoopBackPeers
 from .multirank import passed
 from .timing import versions
@@ -74,11 +76,6 @@ class Nothing:
     def event(self) -> Any: ...
     def record(self, event: Any, stream: int) -> None: ...
     def follow(self, event: Any, stream: int) -> None: ...
-
-
-def timed(what: str, call: Callable[[], Any], **about: Any) -> Row:
-    median, least = host_us(call)
-    return {"what": what, "host_us": round(median, 2), "least_us": round(least, 2), **about}
 
 
 # --- one process ------------------------------------------------------------------------
@@ -224,9 +221,11 @@ def profile(call: Callable[[], Any], count: int = 300, top: int = 14) -> list[Ro
 
 
 def alone(args: argparse.Namespace) -> Row:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    result: Row = {"rows": single_calls(args.device) + around(args.device)}
+    result: Row = {"rows": list(whole_rows((2, 8), args.rows, args.device, SIZES[args.device]))}
+    if args.whole:
+        return result
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    result["rows"] += single_calls(args.device) + around(args.device)
     with torch.inference_mode():
         result["rows"] += kernel_rows((2, 8), args.rows, args.device)
         calls = kernel_calls(8, args.rows, args.device)
@@ -360,6 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=16, help="tokens of a rank")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--whole", action="store_true", help="of one process: whole ops only")
     parser.add_argument("--check", action="store_true", help="results, not times; needs torchrun")
     parser.add_argument("--schedules", action="store_true", help="device times; needs torchrun")
     parser.add_argument("--calls", type=int, default=1000, help="back to back, with --check")
@@ -368,7 +368,8 @@ def main(argv: list[str] | None = None) -> int:
     if result.get("rank", 0) == 0:
         _save(args, result)
         _print(result)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return int(not all(row.get("passed", True) for row in result["rows"]))
 
 

@@ -41,6 +41,11 @@ def host_us(call: Callable[[], Any], rounds: int = 300, burst: int = 10) -> tupl
     return times[len(times) // 2], times[0]
 
 
+def timed(what: str, call: Callable[[], Any], **about: Any) -> Row:
+    median, least = host_us(call)
+    return {"what": what, "host_us": round(median, 2), "least_us": round(least, 2), **about}
+
+
 @contextmanager
 def forced(at_once: bool) -> Iterator[None]:
     """One product for all chunks, or one for each, whatever the sizes say."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..ops import (
     collective_engine,
     copy_engine,
+    decode_hopper,
     gather_engine,
     hopper_code,
     one_launch,
@@ -152,20 +153,35 @@ def decode(calls: int = 3) -> None:
             _near(made.mlp(x, w1, w2, SITU), size * wanted)
 
 
+def decode_launches(k: int = 1024, inner: int = 128) -> None:
+    """Both CUDA C++ launches of a decode MLP, for each number of tokens that they are cut for."""
+    w1, w2 = _random(2 * inner, k) / k**0.5, _random(inner, inner) / inner**0.5
+    for tokens in (7, 16, 30, 64):
+        padded = decode_hopper.token_block(tokens)
+        hidden, out = _random(inner * padded), _random(tokens, inner)
+        for early in (True, False):
+            x = _random(tokens, k)
+            decode_hopper.run(x, w1, w2, SITU, hidden, out, early)
+            _near(out, activate(x.double() @ w1.double().T, SITU) @ w2.double().T)
+
+
 def hopper_pushes() -> None:
-    """Pushed by warps: every entry, rows and columns that end inside tiles, several weights."""
+    """Pushed by warps: every entry, rows and columns that end inside tiles, several weights, and
+    blocks with several tiles, which pass through the same shared memory."""
     for case in (
         (2, 37, [136], 72, None), (3, 130, [272, 64], 136, 128), (2, 300, [264], 200, 256),
     ):  # fmt: skip
         _passed(hopper_bench.check_ag(*case, bias=True))
-    for size, rows, n, k, width in ((2, 37, 136, 72, None), (3, 130, 264, 136, 128)):
+    for size, rows, n, k, width in (
+        (2, 37, 136, 72, None), (3, 130, 264, 136, 128), (2, 300, 7168, 72, None),
+    ):  # fmt: skip
         _passed(hopper_bench.check_rs(size, rows, n, k, width, True))
 
 
 def hopper_copies() -> None:
     """Moved by the copy engines."""
     for op in ("ag", "rs"):
-        for case in ((2, 37, 136, 72), (3, 130, 264, 136)):
+        for case in ((2, 37, 136, 72), (3, 130, 264, 136), (2, 300, 7168, 72)):
             _passed(hopper_bench.check_copies(op, *case, bias=True))
 
 
@@ -183,10 +199,11 @@ PARTS: dict[str, Callable[[], None]] = {
     "one_launch": one_launch_both,
     "triton_ag": triton_ag,
     "decode": decode,
+    "decode_hopper": decode_launches,
     "hopper": hopper_pushes,
     "hopper_copy": hopper_copies,
 }
-CUDA_CODE = ("hopper", "hopper_copy")
+CUDA_CODE = ("decode_hopper", "hopper", "hopper_copy")
 
 
 def why_not(name: str) -> str | None:

@@ -58,7 +58,7 @@ from . import torch_fused as torch_fused
 from . import triton_gemm as triton_gemm
 from .collectives import FREE, gathered_shape, scattered_rows
 from .groups import group_of as group_of
-from .kernels import Call, barred, choose
+from .kernels import barred, choose
 
 _LIB = torch.library.Library("sp_passes", "DEF")
 
@@ -83,23 +83,25 @@ def _ag_gemm(
     barrier: bool = False,
 ) -> list[Tensor]:
     pg = group_of(group, tp_size)
-    cuts, vector_cuts, out_first = _parsed(tuple(layouts))
-    shards = [residents.part(weights[0], cuts[0], pg, x)]
-    shards += [residents.part(w, cut, pg) for w, cut in zip(weights[1:], cuts[1:], strict=True)]
-    vectors = [
-        None if b is None else residents.part(b, cut, pg)
-        for b, cut in zip(biases, vector_cuts, strict=True)
-    ]
-    dtype = x.dtype
-    same = [i for i, w in enumerate(weights) if w.dtype == dtype]
+    cuts, out_first = _parsed(tuple(layouts))
+    shards: list[Tensor] = []
+    vectors: list[Tensor | None] = []
+    same, n, dtype = [], 0, x.dtype
+    for weight, bias, (cut, vector_cut) in zip(weights, biases, cuts, strict=True):
+        shard = residents.part(weight, cut, pg, x)
+        if weight.dtype == dtype:
+            same.append(len(shards))
+            n += shard.shape[cut.dim]
+        shards.append(shard)
+        vectors.append(None if bias is None else residents.part(bias, vector_cut, pg))
     if len(same) == len(weights):
         full, *out = _products(
-            x, shards, vectors, out_first, pg, tp_size, kernel, gathered, barrier
+            x, shards, vectors, out_first, n, pg, tp_size, kernel, gathered, barrier
         )
         return [*out, full] if gathered else out
     full, *products = _products(
         x, [shards[i] for i in same], [vectors[i] for i in same], [out_first[i] for i in same],
-        pg, tp_size, kernel if same else "unfused", True, barrier,
+        n, pg, tp_size, kernel if same else "unfused", True, barrier,
     )  # fmt: skip
     made = dict(zip(same, products, strict=True))
     for i in set(range(len(weights))) - made.keys():
@@ -110,25 +112,23 @@ def _ag_gemm(
 
 
 @lru_cache(maxsize=4096)
-def _parsed(
-    layouts: tuple[str, ...],
-) -> tuple[tuple[Layout, ...], tuple[Layout, ...], tuple[bool, ...]]:
-    """Layouts of weights, of biases, and whether output features come first in the weights."""
-    cuts = tuple(map(parse, layouts))
-    vectors: tuple[Layout, ...] = tuple(replace(cut, dim=0) for cut in cuts)
-    return cuts, vectors, tuple(cut.dim == 0 for cut in cuts)
+def _parsed(layouts: tuple[str, ...]) -> tuple[Sequence[tuple[Layout, Layout]], Sequence[bool]]:
+    """Layouts of weights with those of their biases, and in which output features come first."""
+    cuts = [parse(layout) for layout in layouts]
+    return [(cut, replace(cut, dim=0)) for cut in cuts], [cut.dim == 0 for cut in cuts]
 
 
 def _products(
     x: Tensor, shards: Sequence[Tensor], biases: Sequence[Tensor | None],
-    out_first: Sequence[bool], pg: Any, tp_size: int, kernel: str, gathered: bool, barrier: bool,
+    out_first: Sequence[bool], n: int, pg: Any, tp_size: int, kernel: str, gathered: bool,
+    barrier: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Of all ranks' tokens with weights of their dtype, by the kernel for it; tokens first."""
-    n = 0
-    for shard, first in zip(shards, out_first, strict=True):
-        n += shard.shape[0 if first else 1]
-    tokens, device = x.shape[0] * tp_size, "cuda" if x.is_cuda else x.device.type
-    call = Call("ag_gemm", device, x.dtype, n, x.shape[-1], tokens, tp_size)
+    """Of all ranks' tokens with weights of their dtype, by the kernel for it; tokens first.
+
+    ``n``: output features of all shards.
+    """
+    shape, device = x.shape, "cuda" if x.is_cuda else x.device.type
+    call = "ag_gemm", device, x.dtype, n, shape[-1], shape[0] * tp_size, tp_size
     row = choose(call, kernel, ref(pg))
     options = barred(barrier)
     if row.may_skip_gathered:
@@ -153,15 +153,9 @@ def _gemm_rs(
     cut = parse(layout)
     shard = residents.part(weight, cut, pg)
     out_first = cut.dim == 1
-    call = Call(
-        "gemm_rs",
-        x.device.type,
-        x.dtype,
-        weight.shape[0 if out_first else 1],
-        x.shape[-1],
-        x.shape[0],
-        tp_size,
-    )
+    shape, device = x.shape, "cuda" if x.is_cuda else x.device.type
+    n = shard.shape[0 if out_first else 1]
+    call = "gemm_rs", device, x.dtype, n, shape[-1], shape[0], tp_size
     chosen = choose(call, kernel, ref(pg))
     if bias is not None and bias.ndim > 1 and not chosen.adds_rows:
         y = chosen.run(x, shard, None, out_first, pg, tp_size, **barred(barrier))

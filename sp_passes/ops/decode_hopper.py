@@ -24,7 +24,8 @@ from torch import Tensor
 
 from .. import _private
 from ..errors import SPError
-from . import nvrtc
+from . import nvrtc, tensor_cores
+from .tensor_cores import tensor_map
 
 if TYPE_CHECKING:
     from .decode import Activation
@@ -138,21 +139,8 @@ def _first(cut: Cut, k: int, rows: int, tok: int, room: int) -> Part | None:
 
 
 def instruction(tok: int, fp16: bool) -> str:
-    """CUDA C++ of ``multiply``: D [64, tok] += A [64, 16] B [tok, 16]; not ``keep``: D was 0.
-
-    ``a`` and ``b`` are the low halves of descriptors of rows of 128 swizzled bytes, K-major.
-    """
-    count, kind = tok // 2, "f16" if fp16 else "bf16"
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"__device__ inline void multiply(float (&d)[{count}], unsigned a, unsigned b, int keep) "
-        '{\nasm volatile("{\\n.reg .pred p;\\n.reg .b64 a, b;\\n'
-        f"setp.ne.b32 p, %{count + 2}, 0;\\nmov.b64 a, {{%{count}, 0x40000040}};\\n"
-        f"mov.b64 b, {{%{count + 1}, 0x40000040}};\\n"
-        f"wgmma.mma_async.sync.aligned.m64n{tok}k16.f32.{kind}.{kind} {{{registers}}}, "
-        f'a, b, p, 1, 1, 0, 0;\\n}}"\n : {operands} : "r"(a), "r"(b), "r"(keep));\n}}\n'
-    )
+    """CUDA C++ of ``multiply``, of a tile of a weight with ``tok`` tokens."""
+    return tensor_cores.instruction("multiply", tok, fp16, "keep", halves=True)
 
 
 @cache
@@ -185,36 +173,14 @@ def why_not(x: Tensor, w1: Tensor, w2: Tensor) -> str | None:
 _Map = ctypes.c_byte * 128
 
 
-@lru_cache(maxsize=8192)
-def _map(address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...],
-         fp16: bool) -> bytes:  # fmt: skip
-    """A tensor map: innermost dimension first, ``steps`` in elements from the second on."""
-    from cuda.bindings import driver as d
-
-    kinds = d.CUtensorMapDataType
-    error, made = d.cuTensorMapEncodeTiled(
-        getattr(kinds, "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT16" if fp16 else "BFLOAT16")),
-        len(sizes), address,
-        [d.cuuint64_t(size) for size in sizes], [d.cuuint64_t(2 * step) for step in steps],
-        [d.cuuint32_t(size) for size in box], [d.cuuint32_t(1)] * len(sizes),
-        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if int(error):
-        raise SPError(f"a tensor map of {sizes}, {steps} apart, was refused: {error!r}")
-    return ctypes.string_at(int(made.getPtr()), 128)
-
-
 def weight_map(address: int, part: Part, fp16: bool) -> bytes:
     """Of W1 in groups of eight gate rows and their up rows, of W2 in rows."""
     k = part.k
     if not part.first:
-        return _map(address, (k, part.rows), (k,), (64, part.tile), fp16)
+        return tensor_map(address, (k, part.rows), (k,), (64, part.tile), fp16)
     inner = part.rows // 2
     sizes, steps = (k, 8, 2, inner // 8), (k, inner * k, 8 * k)
-    return _map(address, sizes, steps, (64, 8, 2, part.tile // 16), fp16)
+    return tensor_map(address, sizes, steps, (64, 8, 2, part.tile // 16), fp16)
 
 
 class _Launch:
@@ -240,7 +206,9 @@ class _Launch:
         part = self.part
         w_at, x_at, rows_at, to, count, situ, clip, beta, linear_beta = self.fields
         ctypes.memmove(w_at, weight_map(weight.data_ptr(), part, self.fp16), 128)
-        ctypes.memmove(x_at, _map(x, (part.k, rows), (part.k,), (64, part.tok), self.fp16), 128)
+        ctypes.memmove(
+            x_at, tensor_map(x, (part.k, rows), (part.k,), (64, part.tok), self.fp16), 128
+        )
         rows_at.value, to.value, count.value = x, out, m
         situ.value, clip.value = act.name == "situ", act.linear_beta is not None
         beta.value, linear_beta.value = act.beta, act.linear_beta or 1.0

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,15 +38,22 @@ _CONTROL = 4
 LOCAL_WORDS = _CONTROL + MOST_RANKS * mailbox.MOST_PIECES
 _LAUNCHES = 8192
 
+Operands = tuple[Any, ...]
+"""Of :func:`operands`."""
+
 
 class Launch(NamedTuple):
-    """What calls with the same weights and number of rows share; the rest is put in each time."""
+    """What calls with the same weights and number of rows share; the rest is put in each time.
+
+    ``outs``: shapes and strides of the results. ``finish``: with ``hopper_copy``, makes the sums
+    that a gemm_rs has left.
+    """
 
     made: Arguments
     packed: nvrtc.Arguments
     kernel: nvrtc.Kernel
     finish: nvrtc.Kernel | None
-    """With ``hopper_copy``: makes the sums that a gemm_rs has left."""
+    outs: Sequence[tuple[tuple[int, int], tuple[int, int]]]
 
 
 class Peers:
@@ -76,30 +83,37 @@ class Peers:
         self.device = mine.device.index
         self.programs = torch.cuda.get_device_properties(mine.device).multi_processor_count
         self.slots, self.counters = list(slots), list(counters)
-        self.stream = _private.raw_stream_getter()
+        self.stream, self.empty = _private.raw_stream_getter(), _private.empty_getter(mine.device)
         self.kept: Any = None
         self.launches: dict[tuple[Any, ...], Launch] = {}
         self.rehearse = 0
 
     def launch(
-        self, entry: str, rows: int, k: int, width: int, fp16: bool, piece_tiles: int
-    ) -> Launch:
+        self, entry: str, rows: int, k: int, ns: Sequence[int], width: int, fp16: bool,
+        piece_tiles: int,
+    ) -> Launch:  # fmt: skip
         """The kernel, and its arguments without those that the weights and ``x`` decide."""
         made = Arguments()
         made.slots[: self.size], made.counters[: self.size] = self.slots, self.counters
         made.half_bytes, made.control = self.half_bytes, self.control.data_ptr()
         made.rank, made.size, made.rows, made.k = self.rank, self.size, rows, k
         made.rehearse, made.piece_tiles, made.ready = self.rehearse, piece_tiles, self.ready
-        macros = macros_of(width, fp16, self.size if entry == "gemm_rs" else 0, self.copies)
-        leaves = self.copies and entry == "gemm_rs"
-        finish = code("finish", macros, self.device) if leaves else None
-        return Launch(made, nvrtc.Arguments(made), code(entry, macros, self.device), finish)
+        reduces = entry == "gemm_rs"
+        macros = macros_of(width, fp16, self.size if reduces else 0, self.copies)
+        finish = code("finish", macros, self.device) if self.copies and reduces else None
+        tall = rows if reduces else self.size * rows
+        outs = [((tall, n), (n, 1)) for n in ns]
+        kernel = code(entry, macros, self.device)
+        return Launch(made, nvrtc.Arguments(made), kernel, finish, outs)
 
     def keep(self, key: tuple[Any, ...], filled: Launch) -> None:
         """For the next calls with this key; what could not be filled must not be found."""
         if len(self.launches) >= _LAUNCHES:
             self.launches.clear()
         self.launches[key] = filled
+
+    def run(self, call: Launch) -> None:
+        call.kernel.launch(self.programs, 384, call.packed, self.stream(self.device))
 
     def gathered(self, own: Tensor) -> Tensor:
         """A copy of all rows of the last call, ``[size, rows, k]``; ``own`` were this rank's."""
@@ -110,9 +124,17 @@ class Peers:
         return full
 
 
-def _address(tensor: Tensor | None) -> tuple[int, ...] | None:
-    """What a tensor map or a pointer is made of. Memory may have held another tensor before."""
-    return None if tensor is None else (tensor.data_ptr(), *tensor.shape, tensor.stride(0))
+def operands(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Operands:
+    """What decides whether the kernels can read the operands of a call, and how.
+
+    dtype and shape of ``x``; of each weight, then of each bias what a tensor map or a pointer is
+    made of, also where it lies: memory may have held another tensor before.
+    """
+    given = [
+        None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride())
+        for t in (*weights, *biases)
+    ]
+    return x.dtype, x.shape, *given
 
 
 def unit_of(nbytes: int) -> int:
@@ -146,34 +168,50 @@ def _weights(
     made.weights = len(weights)
 
 
+def _filled(call: Launch, x: Tensor, peers: Peers) -> list[Tensor]:
+    """The results, not made yet; ``call`` knows where they and ``x`` lie."""
+    made, at, dtype = call.made, x.data_ptr(), x.dtype
+    if made.rows_at != at:
+        rows, k = x.shape
+        _put(made.x, hopper_code.tensor_map(at, rows, k, k, BM, dtype == torch.float16))
+        made.rows_at = at
+    outs = [peers.empty(shape, strides, dtype) for shape, strides in call.outs]
+    for i, out in enumerate(outs):
+        made.out[i] = out.data_ptr()
+    return outs
+
+
 def gather_products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], peers: Peers,
-    width: int | None = None, group: int = 8,
+    width: int | None = None, group: int = 8, given: Operands | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``x [rows, k]`` of every rank times each weight ``[n, k]``: ``[size * rows, n]`` each."""
-    outs, call = gathering(x, weights, biases, peers, width, group)
-    call.kernel.launch(peers.programs, 384, call.packed, _private.raw_stream(peers.device))
+    outs, call = gathering(x, weights, biases, peers, width, group, given=given)
+    peers.run(call)
     return outs
 
 
 def gathering(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], peers: Peers,
-    width: int | None = None, group: int = 8, piece_tiles: int = 1,
+    width: int | None = None, group: int = 8, piece_tiles: int = 1, given: Operands | None = None,
 ) -> tuple[list[Tensor], Launch]:  # fmt: skip
-    """The results of an ag_gemm, and what makes them; ``piece_tiles`` rows of tiles arrive
-    together."""
-    rows, k = x.shape
-    fp16, at = x.dtype == torch.float16, x.data_ptr()
-    if width is None:
+    """The results of an ag_gemm, and what makes them.
+
+    Args:
+        width: columns of a tile; None: those that are thought to be fastest.
+        piece_tiles: rows of tiles that arrive together.
+        given: :func:`operands` of the call, where they are known.
+    """
+    key = "ag", width, group, piece_tiles, given or operands(x, weights, biases)
+    call = peers.launches.get(key)
+    if call is None:
+        (rows, k), fp16 = x.shape, x.dtype == torch.float16
         ns = tuple(w.shape[0] for w in weights)
-        way = COPIED if peers.copies else PUSHED
-        width = width_for(peers.size, rows, ns, k, peers.programs, way, piece_tiles)
-    given = [_address(t) for t in (*weights, *biases)]
-    key = ("ag", rows, width, group, piece_tiles, fp16, *given)
-    found = peers.launches.get(key)
-    call = found or peers.launch("ag_gemm", rows, k, width, fp16, piece_tiles)
-    made = call.made
-    if found is None:
+        if width is None:
+            way = COPIED if peers.copies else PUSHED
+            width = width_for(peers.size, rows, ns, k, peers.programs, way, piece_tiles)
+        call = peers.launch("ag_gemm", rows, k, ns, width, fp16, piece_tiles)
+        made = call.made
         _weights(made, weights, biases, width)
         made.group, made.unit = group, unit_of(rows * k * 2)
         for half in range(1 if peers.copies else 2):
@@ -181,49 +219,35 @@ def gathering(
             arrived = hopper_code.tensor_map(base, peers.size * rows, k, k, BM, fp16)
             _put(made.arrived, arrived, 128 * half)
         peers.keep(key, call)
-    if made.rows_at != at:
-        _put(made.x, hopper_code.tensor_map(at, rows, k, k, BM, fp16))
-        made.rows_at = at
-    outs = [x.new_empty((peers.size * rows, w.shape[0])) for w in weights]
-    for i, out in enumerate(outs):
-        made.out[i] = out.data_ptr()
-    return outs, call
+    return _filled(call, x, peers), call
 
 
 def product_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers,
-    width: int | None = None, group: int = 4,
+    width: int | None = None, group: int = 4, given: Operands | None = None,
 ) -> Tensor:  # fmt: skip
     """``x [size * rows, k]`` times the weight ``[n, k]``, added over ranks: ``[rows, n]``."""
-    if width is None:
-        tall = peers.size * -(-(x.shape[0] // peers.size) // BM)
-        width = width_back(tall, weight.shape[0], peers.programs)
-    out, call = reduction(x, weight, bias, peers, width, group)
-    call.kernel.launch(peers.programs, 384, call.packed, _private.raw_stream(peers.device))
+    out, call = reduction(x, weight, bias, peers, width, group, given=given)
+    peers.run(call)
     return out
 
 
 def reduction(
-    x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, width: int, group: int,
-    piece_tiles: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, width: int | None = None,
+    group: int = 4, piece_tiles: int = 1, given: Operands | None = None,
 ) -> tuple[Tensor, Launch]:  # fmt: skip
     """The result of a gemm_rs ``[rows, n]``, and what makes it; as :func:`gathering`."""
-    rows, k, n = x.shape[0] // peers.size, x.shape[1], weight.shape[0]
-    fp16, at = x.dtype == torch.float16, x.data_ptr()
-    key = ("rs", rows, width, group, piece_tiles, fp16, _address(weight))
-    found = peers.launches.get(key)
-    call = found or peers.launch("gemm_rs", rows, k, width, fp16, piece_tiles)
-    made = call.made
-    if found is None:
-        _weights(made, [weight], [bias], width)
-        made.group = group
+    key = "rs", width, group, piece_tiles, given or operands(x, [weight], [bias])
+    call = peers.launches.get(key)
+    if call is None:
+        rows, (n, k), fp16 = x.shape[0] // peers.size, weight.shape, x.dtype == torch.float16
+        if width is None:
+            width = width_back(peers.size * -(-rows // BM), n, peers.programs)
+        call = peers.launch("gemm_rs", rows, k, [n], width, fp16, piece_tiles)
+        _weights(call.made, [weight], [bias], width)
+        call.made.group = group
         peers.keep(key, call)
-    if made.rows_at != at:
-        _put(made.x, hopper_code.tensor_map(at, peers.size * rows, k, k, BM, fp16))
-        made.rows_at = at
-    out = x.new_empty((rows, n))
-    made.out[0], made.bias[0] = out.data_ptr(), 0 if bias is None else bias.data_ptr()
-    return out, call
+    return _filled(call, x, peers)[0], call
 
 
 # --- the group's buffers ----------------------------------------------------------------
@@ -278,24 +302,26 @@ def why_not(call: Call) -> str | None:
 def fits(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out_first: Sequence[bool]
 ) -> bool:
-    """Whether the kernels can read these operands; ``x`` is ``copy_engine.aligned``.
+    """Whether the kernels can read these operands; ``x`` is ``copy_engine.aligned``."""
+    return all(out_first) and _readable(operands(x, weights, biases))
 
-    Tensor maps need 16-byte rows and addresses, biases are read two elements at a time.
-    """
-    if not 0 < len(weights) <= MOST_WEIGHTS or not all(out_first):
+
+@lru_cache(maxsize=_LAUNCHES)
+def _readable(given: Operands) -> bool:
+    """Tensor maps need 16-byte rows and addresses, biases are read two elements at a time."""
+    dtype, shape, *tensors = given
+    weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    if not 0 < len(weights) <= MOST_WEIGHTS or 0 in shape or shape[-1] % 8:
         return False
-    if not x.numel() or x.shape[-1] % 8:
-        return False
-    for w in weights:
-        sizes = (w.shape[0], w.stride(0), w.data_ptr() // 2)
-        if w.dtype != x.dtype or not w.numel() or w.stride(1) != 1 or any(s % 8 for s in sizes):
+    for at, kind, (n, _), (step, last) in weights:
+        if kind != dtype or not n or n % 8 or step % 8 or last != 1 or at % 16:
             return False
     vectors = [b for b in biases if b is not None]
-    return all(b.dtype == x.dtype and b.is_contiguous() and b.data_ptr() % 4 == 0 for b in vectors)
+    return all(kind == dtype and step == (1,) and at % 4 == 0 for at, kind, _, step in vectors)
 
 
-def workspace(pg: Any, device: torch.device, nbytes: int, tokens: int) -> Peers | None:
-    return symmetric.workspace(pg, device, nbytes, tokens, make=for_group)
+workspace = partial(symmetric.workspace, make=for_group)
+"""Of a group, its device, bytes and tokens; None where it has none."""
 
 
 def ag_gemm(
@@ -310,14 +336,17 @@ def ag_gemm(
 ) -> list[Tensor]:
     """As ``unfused.ag_gemm``. It needs no barrier of its own or of others."""
     flat = copy_engine.aligned(x)
-    if flat.shape[0] > MOST_ROWS or not fits(flat, weights, biases, out_first):
+    given = operands(flat, weights, biases)
+    rows, k = given[1]
+    if rows > MOST_ROWS or not all(out_first) or not _readable(given):
         return copy_engine.ag_gemm(x, weights, biases, out_first, pg, tp_size, barrier, gathered)
-    peers = workspace(pg, x.device, tp_size * flat.numel() * 2, tp_size * x.shape[0])
+    peers = workspace(pg, x.device, tp_size * rows * k * 2, tp_size * x.shape[0])
     if peers is None:
         return unfused.ag_gemm(x, weights, biases, out_first, pg, tp_size)
-    outs = gather_products(flat, weights, biases, peers)
-    rows = partial(peers.gathered, flat) if gathered else None
-    return copy_engine.results(x, tp_size, outs, rows)
+    outs = gather_products(flat, weights, biases, peers, given=given)
+    return copy_engine.results(
+        x, tp_size, outs, partial(peers.gathered, flat) if gathered else None
+    )  # fmt: skip
 
 
 def gemm_rs(
@@ -331,13 +360,15 @@ def gemm_rs(
 ) -> Tensor:
     """As ``unfused.gemm_rs``. It needs no barrier of its own or of others."""
     flat = copy_engine.aligned(x)
-    rows = flat.shape[0] // tp_size
-    if not 0 < rows <= MOST_ROWS or not fits(flat, [weight], [bias], [out_first]):
+    given = operands(flat, [weight], [bias])
+    rows = given[1][0]
+    if not 0 < rows // tp_size <= MOST_ROWS or not out_first or not _readable(given):
         return copy_engine.gemm_rs(x, weight, bias, out_first, pg, tp_size, barrier)
-    peers = workspace(pg, x.device, flat.shape[0] * weight.shape[0] * 2, x.shape[0])
+    peers = workspace(pg, x.device, rows * weight.shape[0] * 2, x.shape[0])
     if peers is None:
         return unfused.gemm_rs(x, weight, bias, out_first, pg, tp_size)
-    return copy_engine.reshaped(product_reduce(flat, weight, bias, peers), x, tp_size)
+    out = product_reduce(flat, weight, bias, peers, given=given)
+    return copy_engine.reshaped(out, x, tp_size)
 
 
 register_kernel("hopper", "ag_gemm", ag_gemm, why_not, -4, may_skip_gathered=True)

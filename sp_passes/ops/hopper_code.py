@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 
-from ..errors import SPError
-from . import mailbox, nvrtc
+from . import mailbox, nvrtc, tensor_cores
 from .hopper_widths import BM
 
 BK = 64
@@ -16,7 +15,6 @@ PUSHERS, FINISHERS = 3, 4  # warps of a block; of those for what one of them has
 PATIENCE_NS = 40_000  # that a warp of gemm_rs of hopper_copy waits for peers' parts in all
 SPIN_SECONDS = 600  # as long as a collective of NCCL may take by default
 SHARED = 232448  # bytes that a block may have
-_MAPS = 8192
 
 
 class Arguments(ctypes.Structure):
@@ -53,17 +51,7 @@ class Arguments(ctypes.Structure):
 
 def instruction(width: int, fp16: bool) -> str:
     """CUDA C++ of ``mma``: 64 x ``width`` accumulators of a warpgroup, 16 features of k."""
-    count, kind = width // 2, "f16" if fp16 else "bf16"
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"__device__ inline void mma(float (&d)[{count}], unsigned long long a, "
-        "unsigned long long b, int into) {\n"
-        f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n'
-        f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} {{{registers}}}, "
-        f'%{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"\n'
-        f' : {operands} : "l"(a), "l"(b), "r"(into));\n}}\n'
-    )
+    return tensor_cores.instruction("mma", width, fp16, "into")
 
 
 Macros = tuple[tuple[str, int], ...]
@@ -71,7 +59,7 @@ Macros = tuple[tuple[str, int], ...]
 
 def macros_of(width: int, fp16: bool, ranks: int, copies: bool = False) -> Macros:
     """``ranks`` of gemm_rs, 0 for ag_gemm. Shared memory holds STAGES tiles of x and a weight."""
-    sent = BM * width * 2 if ranks else 0
+    sent = BM * -(-width // 64) * 128 if ranks else 0  # in panels of 64 columns
     stages = (SHARED - 1024 - 512 - sent) // ((BM + width) * BK * 2)
     return (
         ("BN", width), ("STAGES", stages), ("RANKS", ranks), ("SPIN_NS", SPIN_SECONDS * 10**9),
@@ -92,22 +80,6 @@ def code(entry: str, macros: Macros, device: int) -> nvrtc.Kernel:
     return nvrtc.kernel(entry, entry, macros, SHARED, device, mma)
 
 
-@lru_cache(maxsize=_MAPS)
 def tensor_map(address: int, rows: int, cols: int, step: int, box_rows: int, fp16: bool) -> bytes:
-    """A tensor map of ``[rows, cols]`` in blocks ``[box_rows, BK]``; ``step`` elements a row."""
-    from cuda.bindings import driver as d
-
-    kinds = d.CUtensorMapDataType
-    kind = "CU_TENSOR_MAP_DATA_TYPE_" + ("FLOAT16" if fp16 else "BFLOAT16")
-    error, made = d.cuTensorMapEncodeTiled(
-        getattr(kinds, kind), 2, address,
-        [d.cuuint64_t(cols), d.cuuint64_t(rows)], [d.cuuint64_t(2 * step)],
-        [d.cuuint32_t(BK), d.cuuint32_t(box_rows)], [d.cuuint32_t(1), d.cuuint32_t(1)],
-        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if int(error):
-        raise SPError(f"a tensor map of [{rows}, {cols}], {step} a row, was refused: {error!r}")
-    return ctypes.string_at(int(made.getPtr()), 128)
+    """Of ``[rows, cols]`` in blocks ``[box_rows, BK]``; ``step`` elements a row."""
+    return tensor_cores.tensor_map(address, (cols, rows), (step,), (BK, box_rows), fp16)

@@ -37,7 +37,7 @@ from torch import Tensor
 from . import copy_engine, hopper, mailbox
 from .copy_engine import RATE
 from .hopper_code import FINISHERS, PUSHERS
-from .hopper_widths import BM, width_back
+from .hopper_widths import BM, WIDTHS_BACK_COPIED, width_back
 from .kernels import Call, one_queue, register_kernel
 from .peers import LanePeers
 from .symmetric import workspace
@@ -105,7 +105,7 @@ def product_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, peers: LanePe
     size, (n, k), view = peers.size, weight.shape, kernel_view(peers)
     rows = x.shape[0] // size
     tall = -(-rows // BM)
-    width = width_back(size * tall, n, view.programs)
+    width = width_back(size * tall, n, view.programs, WIDTHS_BACK_COPIED)
     wanted = round(2 * rows * n * k / RATE / _RS_EACH)
     piece, wide = tiles_per_piece(size, rows, wanted, _GROUP), -(-n // width)
     staged, shape = x.new_empty((size - 1, rows, n)), (size, rows, n)

@@ -11,8 +11,8 @@ import numpy as np
 BM = 128
 """Rows of a tile."""
 WIDTHS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 96)
-WIDTHS_BACK = (256, 192, 128)
-"""Columns of a tile of ag_gemm, and of gemm_rs, which sends panels of 64."""
+WIDTHS_BACK, WIDTHS_BACK_COPIED = (256, 224, 192, 128), (256, 192, 128)
+"""Columns of a tile of ag_gemm, and of gemm_rs with tiles pushed and with tiles copied."""
 NARROW = (80, 64)
 """For ag_gemm with rows by the copy engines: more tiles for the rows that come last."""
 
@@ -30,12 +30,16 @@ class Way(NamedTuple):
 
 
 PUSHED, COPIED = Way(5e-6, 210e9, WIDTHS), Way(14e-6, 360e9, WIDTHS + NARROW)
+HERE = Way(0.0, float("inf"), WIDTHS)
+"""All rows are there: of the product alone."""
 
 
 @lru_cache(maxsize=4096)
-def width_back(tall: int, n: int, programs: int) -> int:
+def width_back(
+    tall: int, n: int, programs: int, widths: tuple[int, ...] = WIDTHS_BACK
+) -> int:  # fmt: skip
     """Columns of a tile of gemm_rs, for ``tall`` rows of tiles: those of the shortest waves."""
-    return min(WIDTHS_BACK, key=lambda w: -(-tall * -(-n // w) // programs) * (w + _EXTRA))
+    return min(widths, key=lambda w: -(-tall * -(-n // w) // programs) * (w + _EXTRA))
 
 
 @lru_cache(maxsize=4096)

@@ -147,16 +147,22 @@ def lacking(pg: Any) -> Mapping[common.Row, str]:
 
 
 @lru_cache(maxsize=4096)
-def choose(call: Call, requested: str, group: ref[Any] | None = None) -> Kernel:
+def choose(
+    call: Call | tuple[str, str, torch.dtype, int, int, int, int],
+    requested: str,
+    group: ref[Any] | None = None,
+) -> Kernel:
     """The kernel that runs ``call``, the same on every rank.
 
     Args:
+        call: or its fields, a tuple that is quicker to make and finds the same entry.
         group: refers to the process group; None leaves out what other ranks can run.
 
     Raises:
         SPError: the requested kernel does not exist or does not support the call, or, at the
             group's first call, as :func:`lacking`.
     """
+    call = Call(*call)
     rows = [k for k in _TABLE.values() if k.op == call.op]
     away: Mapping[common.Row, str] = {}
     if group is not None and requested != "unfused" and no_peers(call) is None:

@@ -3,6 +3,10 @@
 #include "hopper.h"
 
 constexpr u32 PANEL = BM * 128;  // bytes of 64 columns of a tile
+// A tile of the product is in shared memory; it has been taken, so the next one may come. Barriers
+// of the block, since the sanitizer's racecheck follows them: of an mbarrier at which one lane
+// arrives for its warp it reports hazards.
+constexpr int STORED = 1, TAKEN = 2, HANDOVER = 256 + 32 * PUSHERS;
 
 // Of 8 columns of a tile in shared memory; rows that are written together fall on other banks.
 __device__ inline u32 sent_at(const Block &s, int row, int col) {
@@ -132,12 +136,12 @@ __device__ inline bool parts_came(const Call &c, int half, const Tile &tile, u32
 __device__ inline void take_tiles(const Call &c, const Block &s, int half, int tall, int tiles,
                                   int pusher) {
     const int lane = threadIdx.x % 32, n = c.n[0];
-    u32 phase = 0, patience = PATIENCE_NS;
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x, phase ^= 1) {
+    u32 patience = PATIENCE_NS;
+    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Tile tile = tile_back(c, t, tall);
         const int owner = owner_of(tile.chunk, c.rank, c.size);
         const Share mine = share_of(c, tile, pusher);
-        bar_wait(s.stored, phase);
+        barrier_sync<STORED, HANDOVER>();
         if (owner == c.rank) {
             const bool there = parts_came(c, half, tile, patience);
             if (!COPIES || there)
@@ -153,8 +157,7 @@ __device__ inline void take_tiles(const Call &c, const Block &s, int half, int t
             const u64 slot = (u64)c.rows * n * 2 * (COPIES ? tile.chunk : c.rank);
             move_share(mine, s, n, to + slot);
         }
-        __syncwarp();
-        if (lane == 0) bar_arrive(s.told);
+        if (t + gridDim.x < tiles) barrier_arrive<TAKEN, HANDOVER>();
         if (owner != c.rank)
             count_in(COPIES ? c.ready + tile.chunk * MOST_PIECES + tile.row / c.piece_tiles
                             : counter(c, owner, half, c.rank, tile.row));
@@ -164,7 +167,7 @@ __device__ inline void take_tiles(const Call &c, const Block &s, int half, int t
 extern "C" __global__ void __launch_bounds__(384, 1) gemm_rs(const __grid_constant__ Call c) {
     extern __shared__ unsigned char raw[];
     if (threadIdx.x == 0) fetch_map(&c.x), fetch_map(&c.weight[0]);
-    const Block s = arrange(raw, BN / 64 * PANEL);
+    const Block s = arrange(raw, (BN + 63) / 64 * PANEL);
     const int half = COPIES ? 0 : half_of(c), tall = (c.rows + BM - 1) / BM, wide = c.cols[0];
     const int tiles = c.size * tall * wide;
     Stage stage;
@@ -181,18 +184,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_rs(const __grid_consta
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
-        const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-        u32 left = 0;  // tiles in shared memory for the other warps
+        const int group = threadIdx.x / 128 - 1;
         for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
             float d[ACC];
             product(c, s, stage, group, d);
-            if (left) bar_wait(s.told, (left - 1) & 1);
-            left++;
+            if (t != blockIdx.x) barrier_sync<TAKEN, HANDOVER>();
             each_eight(d, [&](int row, int col, const u32(&v)[4]) {
                 store16_shared(sent_at(s, group * 64 + row, col), v);
             });
-            __syncwarp();
-            if (lane == 0) bar_arrive(s.stored);
+            barrier_arrive<STORED, HANDOVER>();
         }
     }
     if (COPIES) return;

@@ -21,7 +21,7 @@
 // parts do not come within PATIENCE_NS is left to `finish`. There is one half, and the barrier in
 // front of a call's copies keeps calls apart.
 //
-// Macros: BN columns of a tile (a multiple of 8; gemm_rs of 64), STAGES tiles in flight, RANKS of
+// Macros: BN columns of a tile (a multiple of 8), STAGES tiles in flight, RANKS of
 // the group in gemm_rs, FP16, SPIN_NS the longest wait for a peer, COPIES and PATIENCE_NS as
 // above, MOST_PIECES that a rank's rows come in, PUSHERS warps that push, FINISHERS for what one of
 // them has left. `mma`, the matrix instruction for BN columns, comes from ops/hopper_code.py, as do
@@ -54,7 +54,7 @@ static_assert(sizeof(Call) == CALL_BYTES, "hopper_code.Arguments has other field
 
 // ---- what a block has --------------------------------------------------------------------
 struct Block {
-    u32 a, b, sent, full, empty, stored, told;  // addresses in shared memory
+    u32 a, b, sent, full, empty;  // addresses in shared memory
 };
 
 __device__ inline Block arrange(unsigned char *raw, u32 sent_bytes) {
@@ -62,13 +62,11 @@ __device__ inline Block arrange(unsigned char *raw, u32 sent_bytes) {
     u32 at = (shared_of(raw) + 1023) / 1024 * 1024;
     s.a = at, s.b = at + STAGES * A_BYTES, s.sent = s.b + STAGES * B_BYTES;
     s.full = s.sent + sent_bytes, s.empty = s.full + 8 * STAGES;
-    s.stored = s.empty + 8 * STAGES, s.told = s.stored + 8;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             bar_init(s.full + 8 * i, 1);
             bar_init(s.empty + 8 * i, 2);
         }
-        bar_init(s.stored, 8), bar_init(s.told, PUSHERS);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
     }
     __syncthreads();

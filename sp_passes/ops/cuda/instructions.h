@@ -31,6 +31,16 @@ __device__ inline void bar_wait(u32 bar, u32 parity) {
         "@p bra done;\nbra again;\ndone:\n}" ::"r"(bar), "r"(parity)
         : "memory");
 }
+// Barrier ID of the block, for THREADS of it in whole warps: those that arrive go on at once, and
+// what they have stored or read is done for those that wait.
+template <int ID, int THREADS>
+__device__ inline void barrier_arrive() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+template <int ID, int THREADS>
+__device__ inline void barrier_sync() {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
 __device__ inline void load_tile(u32 to, const TensorMap *map, int k, int row, u32 bar) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
