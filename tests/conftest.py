@@ -17,6 +17,9 @@ import pytest
 _CACHE = tempfile.mkdtemp(prefix="sp_passes_tests_")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Vector instructions are what the machine says they are: each new cache and each process would
+# else compile and load probes for them, six seconds of CPU and one.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import ranks  # noqa: E402
 

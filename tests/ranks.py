@@ -3,10 +3,11 @@
 
 ``run(job, world, *args)`` calls ``job(rank, *args)`` on ``world`` real processes (gloo on
 127.0.0.1) and returns what each gave back; an exception comes back as a :class:`Failed`.
-The processes start once a session and are reused: a start costs seconds. They are killed
-by pid, and started afresh for the next job, when a job exceeds its time or a process dies.
+The processes start once a session and are reused. They are killed by pid, and started afresh
+for the next job, when a job exceeds its time or a process dies.
 
-``run_fresh`` does the same in processes of its own, for what must start cold.
+``run_fresh`` does the same in processes of its own, for what must start cold. All of them come
+from ``nursery``.
 
 ``lockstep(gm, tp_size, inputs)`` runs a rewritten graph for all ranks in this process, node
 by node, with collectives and shards written out by hand (none of the package's own code).
@@ -24,10 +25,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import nursery
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -63,25 +64,24 @@ class Rank:
 class Pool:
     """``size`` processes of one gloo world, with one group for each smaller world."""
 
-    def __init__(self, size: int, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        env: Mapping[str, str] | None = None,
+        modules: Sequence[str] = nursery.TORCH,
+        first: int = 0,
+    ) -> None:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes = []
         # Of one instant: a file saved while the processes start must not part the ranks.
         code = code_digest()
-        for rank in range(size):
-            mine, its = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(its, rank, size, self.store.port, dict(env or {}), code),
-                daemon=True,
+        self.processes = [
+            nursery.child(
+                first + rank, _serve, (rank, size, self.store.port, dict(env or {}), code), modules
             )
-            process.start()
-            its.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
+            for rank in range(size)
+        ]
+        self.pipes = [process.pipe for process in self.processes]
 
     def run(
         self, job: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float
@@ -103,7 +103,7 @@ class Pool:
                 try:
                     out[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
-                    code = self.processes[rank].exitcode
+                    code = self.processes[rank].join(5)
                     self.kill()
                     raise RuntimeError(
                         f"the process of rank {rank} died (exit code {code})"
@@ -114,8 +114,8 @@ class Pool:
         """End this pool's own processes, by pid."""
         global _pool
         for process in self.processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
+        for process in self.processes:
             process.join(5)
         if _pool is self:
             _pool = None
@@ -130,6 +130,7 @@ class Pool:
 
 
 _pool: Pool | None = None
+_fresh = 0
 
 
 def run(
@@ -156,9 +157,15 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
     check: bool = True,
+    modules: Sequence[str] = nursery.TORCH,
 ) -> list[Any]:
-    """As ``run``, in new processes with ``env`` that end afterwards."""
-    pool = Pool(world, env)
+    """As ``run``, in new processes with ``env`` that end afterwards.
+
+    A rank of the next call hashes strings differently, as in another start of the same job.
+    """
+    global _fresh
+    _fresh += 1
+    pool = Pool(world, env, modules, first=_fresh)
     try:
         return _checked(pool.run(job, world, args, timeout), check)
     finally:
@@ -168,6 +175,7 @@ def run_fresh(
 def stop_pool() -> None:
     if _pool is not None:
         _pool.stop()
+    nursery.close()
 
 
 def _checked(results: list[Any], check: bool) -> list[Any]:

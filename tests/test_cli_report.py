@@ -17,7 +17,7 @@ from sp_passes.models.config import PACKAGED
 from sp_passes.report import Decision
 from sp_passes.version import __version__
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 REPORT = ("report", "--model", "kimi-k3")
 
 
@@ -80,6 +80,21 @@ def test_figures_of_the_whole_model_at_tp8() -> None:
     for kind, n in added.items():
         now = data["collectives"]["after"][kind]
         assert now - data["collectives"]["before"].get(kind, 0) == n
+
+    latent = [s for s in data["sites"] if s["pattern"] == "latent_projection"]
+    assert len(latent) == 24 + 69 + 92 * 3 and all(s["decision"] == "applied" for s in latent)
+
+    def saved(name: str) -> int:
+        return sum(s["bytes_saved_per_rank"] for s in latent if name in s["name"])
+
+    assert round(saved("fused_qkv_a_proj") / GIB, 3) == 0.592
+    assert saved("routed_expert") / GIB == pytest.approx(7.70, abs=0.005)
+    assert round(saved("f_a_proj") / MIB, 1) == 105.7
+    assert saved("gate") == 92 * 896 * 7168 * 4 * 7 // 8
+    gathers = [s for s in data["sites"] if s["pattern"] == "shared_gather"]
+    assert [s["collectives_removed"] for s in gathers if s["decision"] == "applied"] == [
+        {"all_gather": 2}
+    ] * 92
 
 
 def test_tables() -> None:

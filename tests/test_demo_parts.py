@@ -79,7 +79,7 @@ def _verify(*args: str) -> Any:
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_verify_on_two_ranks() -> None:
-    result = _verify("--tp", "2", "--layers", "2", "--tokens", "5", "--json")
+    result = _verify("--tp", "2", "--layers", "1", "--tokens", "5", "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["ok"] and [c["rows"] for c in data["counts"]] == [3]

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Rank
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -319,43 +315,15 @@ def tokens(count: int) -> Tensor:
     return torch.randint(0, 1024, (count,), generator=torch.Generator().manual_seed(count))
 
 
-def _enter(rank: int, world: int, port: int, work: Callable[..., None], args: tuple) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        work(rank, world, *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def run_ranks(world: int, work: Callable[..., None], *args: Any, seconds: float = 120) -> None:
-    """Run ``work(rank, world, *args)`` in ``world`` processes; leaves none behind."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = mp.spawn(_enter, (world, port, work, args), nprocs=world, join=False)
-    end = time.monotonic() + seconds
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < end, f"{world} ranks did not end in {seconds} s"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-
-
-def _sharded_equals_whole(rank: int, world: int, path: str, config_changes: dict) -> None:
+def _sharded_equals_whole(at: Rank, path: str, config_changes: dict) -> None:
     config = replace(shrunken_config(), **config_changes)
-    group = dist.group.WORLD.group_name
-    model = init_weights(KimiK3Model(config, world, rank, group))
+    model = init_weights(KimiK3Model(config, at.world, at.rank, at.group.group_name))
     expected = torch.load(path)
-    ids = expected["ids"].chunk(world)[rank]
+    ids = expected["ids"].chunk(at.world)[at.rank]
     hidden = model(ids)
     logits = model.compute_logits(hidden)
-    close(hidden, expected["hidden"].chunk(world)[rank], rank)
-    close(logits, expected["logits"], rank)
+    close(hidden, expected["hidden"].chunk(at.world)[at.rank], at.rank)
+    close(logits, expected["logits"], at.rank)
 
 
 def close(found: Tensor, expected: Tensor, rank: int = 0) -> None:
@@ -370,7 +338,7 @@ def close(found: Tensor, expected: Tensor, rank: int = 0) -> None:
     ids=["2 ranks", "4 ranks", "4 ranks, padded experts and vocabulary"],
 )
 def test_ranks_with_their_own_tokens_equal_one_rank(
-    tmp_path: Path, world: int, changes: dict[str, int]
+    on_ranks: Any, tmp_path: Path, world: int, changes: dict[str, int]
 ) -> None:
     config = replace(shrunken_config(), **changes)
     model = init_weights(KimiK3Model(config))
@@ -378,4 +346,4 @@ def test_ranks_with_their_own_tokens_equal_one_rank(
     hidden = model(ids)
     path = str(tmp_path / "expected.pt")
     torch.save({"ids": ids, "hidden": hidden, "logits": model.compute_logits(hidden)}, path)
-    run_ranks(world, _sharded_equals_whole, path, changes)
+    on_ranks(_sharded_equals_whole, world, path, changes)

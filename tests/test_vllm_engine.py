@@ -152,7 +152,8 @@ def test_llama_with_sharded_tokens(folder: Path) -> None:
 
 
 def test_qwen_moe_shards_its_router(folder: Path) -> None:
-    found = vllm_engine.start(folder, "qwen", "qwen3_moe", {}, restore=True)
+    """In workers that are spawned: they load the plugin themselves."""
+    found = vllm_engine.start(folder, "qwen", "qwen3_moe", {}, restore=True, fork=False)
     assert_same(found["outputs"], found["eager"])
     gates = ["model.layers.0.mlp.gate.weight"]
     for worker, line in zip(found["restored"], worker_lines(found["log"]), strict=True):

@@ -16,6 +16,7 @@ import ranks
 
 pytest.importorskip("vllm")
 
+import vllm_ranks
 import vllm_toy
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -53,11 +54,19 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"routes": ["graph"], "hardware": str(path)}
 
 
+def started(plan: list[tuple[str, dict[str, Any]]], cache: dict[str, str]) -> list[Any]:
+    """Each rank's results of one start."""
+    modules = vllm_ranks.MODULES
+    return ranks.run_fresh(vllm_toy.starts, 2, plan, env=cache, timeout=300, modules=modules)
+
+
 @pytest.fixture(scope="module")
 def first(cache: dict[str, str], options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Each mode's results, by rank."""
     plan = [(mode, options) for mode in vllm_toy.MODES]
-    found = ranks.run_fresh(vllm_toy.starts, 2, plan, env=cache, timeout=300)
+    found = ranks.run_fresh(
+        vllm_toy.starts, 2, plan, env=cache, timeout=300, modules=vllm_ranks.MODULES
+    )
     return {mode: [rank[at] for rank in found] for at, mode in enumerate(vllm_toy.MODES)}
 
 
@@ -69,7 +78,9 @@ def second(
     names = [*vllm_toy.MODES, "changed"]
     plan = [(mode, options) for mode in vllm_toy.MODES]
     plan.append(("piecewise", {**options, "exclude": ["layers.1.*"]}))
-    found = ranks.run_fresh(vllm_toy.starts, 2, plan, env=cache, timeout=300)
+    found = ranks.run_fresh(
+        vllm_toy.starts, 2, plan, env=cache, timeout=300, modules=vllm_ranks.MODULES
+    )
     return {mode: [rank[at] for rank in found] for at, mode in enumerate(names)}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own groups and modules on gloo ranks, without an engine.
 
-``run(job, *args)`` calls ``job(rank, *args)`` on 4 processes that import vLLM once a session.
+``run(job, *args)`` calls ``job(rank, *args)`` on 4 processes, started once a session.
 ``parallel(rank, tp, pp)`` gives a job vLLM's groups of that size and a VllmConfig.
 """
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import nursery
 import pytest
 import ranks
 import torch
@@ -26,6 +27,14 @@ _ENV = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
+# What the processes come with: vLLM takes seconds to import.
+MODULES = (
+    *nursery.TORCH,
+    "vllm.config",
+    "vllm.distributed.parallel_state",
+    "vllm.model_executor.layers.linear",
+    "vllm.compilation.decorators",
+)
 _pools: list[ranks.Pool] = []
 
 
@@ -36,7 +45,7 @@ def needs_vllm() -> None:
 def run(job: Callable[..., Any], *args: Any, timeout: float = 200.0) -> list[Any]:
     """Every rank's ``job(rank, *args)``; a failure of one is this test's."""
     if not _pools or not all(p.is_alive() for p in _pools[-1].processes):
-        _pools.append(ranks.Pool(WORLD, _ENV))
+        _pools.append(ranks.Pool(WORLD, _ENV, MODULES))
         atexit.register(_pools[-1].kill)
     return ranks._checked(_pools[-1].run(job, WORLD, args, timeout), True)
 
