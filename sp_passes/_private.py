@@ -144,9 +144,19 @@ def raw_stream_getter() -> Any:
 
 
 def empty_getter(device: torch.device) -> Any:
-    """A function from shape, strides and dtype to a new tensor of the current device of that type:
-    what Inductor's code calls, in a third of the time of ``torch.empty``."""
-    return _get("torch._C._dynamo.guards", f"_empty_strided_{device.type}")
+    """A function from shape, strides and dtype to a new tensor on ``device``: where that is the
+    current one by what Inductor's code calls, in a third of the time of ``torch.empty``."""
+    quick = _get("torch._C._dynamo.guards", f"_empty_strided_{device.type}")
+    if device.type != "cuda":
+        return quick
+    current = _get("torch._C", "_cuda_getDevice")
+
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        if current() != device.index:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return quick(shape, strides, dtype)
+
+    return empty
 
 
 def fake_store() -> Any:

@@ -110,6 +110,11 @@ def one_shot_collectives() -> None:
             for part in parts.view(size, own, HIDDEN):
                 total += part.float()
             assert shot.add(parts, bias).equal((total + bias).half()), size
+        for one in shot.signals():  # the watch looks where the kernels write
+            (flags,) = one.boxes
+            assert flags.unique().tolist() == [3], size
+            flags[-1, size - 1] -= 1
+            assert [w.call for w in one.waits([flags.flatten().tolist()], size - 1)] == [3]
 
 
 def ag_gemm_in_one() -> None:

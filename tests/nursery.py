@@ -3,7 +3,8 @@
 
 Starting Python with torch and sp_passes costs three seconds of CPU, with vLLM nine, and the
 tests start some hundred ranks. What a child finds is as cold as in a process of its own: no
-compiled code, no caches, no groups, the random state of a fresh import.
+compiled code, no caches, no groups. (numpy's and torch's first random numbers are the nursery's,
+and so is the folder: a test sets what it needs.)
 
 Strings hash differently in each nursery, as they do on the ranks of a real job: an order that
 leaks out of a set must not be the same everywhere only because all ranks were forked from one.

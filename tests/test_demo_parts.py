@@ -79,6 +79,7 @@ def _verify(*args: str) -> Any:
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_verify_on_two_ranks() -> None:
+    """The dense MLP's layer; test_latent_projection_ranks compares those with experts."""
     result = _verify("--tp", "2", "--layers", "1", "--tokens", "5", "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)

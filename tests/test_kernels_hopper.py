@@ -285,8 +285,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(hopper, "code", lambda *args: kernel)
     monkeypatch.setattr(hopper._private, "raw_stream_getter", lambda: lambda device: 0)
-    monkeypatch.setattr(hopper.hopper_code, "tensor_map", lambda *args: bytes(128))
+    monkeypatch.setattr(
+        hopper.hopper_code, "tensor_map",
+        lambda address, *about: address.to_bytes(8, "little") + bytes(120),
+    )  # fmt: skip
     return found
+
+
+def lie_at(packed: Any) -> tuple[int, ...]:
+    """Where a launch reads x and the weight, and the bias, and where it stores."""
+    made = packed.fields[0]
+    first = [int.from_bytes(bytes(field)[:8], "little") for field in (made.x, made.weight[0])]
+    return *first, made.bias[0], made.out[0]
 
 
 def test_what_was_made_for_other_operands_is_not_found(launched: list[Any]) -> None:
@@ -300,9 +310,12 @@ def test_what_was_made_for_other_operands_is_not_found(launched: list[Any]) -> N
         (x.half(), place.view(torch.float16)[:1024].view(16, 64), None), (x, weight.clone(), None),
     ]  # fmt: skip
     for many, (rows, matrix, vector) in enumerate([(x, weight, None), *others], 1):
-        for _ in range(2):
-            out = hopper.product_reduce(rows, matrix, vector, peers)
-            (both,) = hopper.gather_products(rows, [matrix], [vector], peers)
+        for x_now in (rows, rows.clone()):
+            out = hopper.product_reduce(x_now, matrix, vector, peers)
+            (both,) = hopper.gather_products(x_now, [matrix], [vector], peers)
+            for packed, result in zip(launched[-2:], (out, both), strict=True):
+                operands = (x_now, matrix, vector, result)
+                assert lie_at(packed) == tuple(0 if t is None else t.data_ptr() for t in operands)
             matrix += 1
         assert out.shape == (len(rows) // 2, len(matrix)) and out.dtype == rows.dtype
         assert both.shape == (len(rows) * 2, len(matrix))

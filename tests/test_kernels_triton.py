@@ -16,6 +16,7 @@ import torch
 from sp_passes import SPError
 from sp_passes.ops import decode, one_shot, triton_gemm
 from sp_passes.ops.decode import Activation, Tiling
+from sp_passes.ops.hopper_code import SPIN_SECONDS
 
 SCRIPT = Path(__file__).parent / "kernels_interpreted.py"
 CASES = (
@@ -43,6 +44,29 @@ def test_interpreted(interpreted: dict[str, str], case: str) -> None:
 
 def test_every_case_is_run(interpreted: dict[str, str]) -> None:
     assert set(interpreted) == set(CASES)
+
+
+def test_a_wait_has_the_limit_of_the_other_kernels() -> None:
+    """In the code that a GPU runs; interpreted there is none."""
+    if decode.triton_missing():
+        pytest.skip("Triton is not installed")
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sp_passes.ops import one_shot_kernels, triton_waits
+
+    numbers = dict.fromkeys(("n", "stride", "half", "RANK"), "i32")
+    kinds = {"x": "*i64", "out": "*i64", "table": "*i64", "calls": "*i32", **numbers}
+    given = {"COPY": False, "SIZE": 2, "LANES": 2, "BLOCK": 256, "ASM": True}
+    code = one_shot_kernels.push_rows
+    places = {(code.arg_names.index(name),): value for name, value in given.items()}
+    source = ASTSource(code, {**kinds, **dict.fromkeys(given, "constexpr")}, places)
+    ptx = compiled(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    limit = f"{SPIN_SECONDS * 10**9};"
+    assert ptx.count("trap;") == 1 and limit in ptx
+    both = (triton_waits._UNTIL.value, triton_waits._END_IF_LATE.value)
+    assert all("@late trap;" in text and limit in text for text in both)
 
 
 def test_unknown_activation() -> None:

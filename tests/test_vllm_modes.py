@@ -54,12 +54,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"routes": ["graph"], "hardware": str(path)}
 
 
-def started(plan: list[tuple[str, dict[str, Any]]], cache: dict[str, str]) -> list[Any]:
-    """Each rank's results of one start."""
-    modules = vllm_ranks.MODULES
-    return ranks.run_fresh(vllm_toy.starts, 2, plan, env=cache, timeout=300, modules=modules)
-
-
 @pytest.fixture(scope="module")
 def first(cache: dict[str, str], options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Each mode's results, by rank."""

@@ -59,7 +59,10 @@ class Step:
 
 
 _SANITIZE = (("CUDA_VISIBLE_DEVICES", "0"), ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
-_CHECKED = f"--report-api-errors no --print-limit 20 {sys.executable} -m sp_passes.bench.sanitize"
+_CHECKED = (
+    "--error-exitcode 1 --report-api-errors no --print-limit 20"
+    f" {sys.executable} -m sp_passes.bench.sanitize"
+)
 _KERNELS = "--no-mlp --seconds 60 --save {out}/kernels.json"
 _METRICS = ["SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats"]
 

@@ -88,7 +88,7 @@ def _ag_gemm(
     vectors: list[Tensor | None] = []
     same, n, dtype = [], 0, x.dtype
     for weight, bias, (cut, vector_cut) in zip(weights, biases, cuts, strict=True):
-        shard = residents.part(weight, cut, pg, x)
+        shard = residents.part(weight, cut, pg, None if shards else x)
         if weight.dtype == dtype:
             same.append(len(shards))
             n += shard.shape[cut.dim]
@@ -112,10 +112,11 @@ def _ag_gemm(
 
 
 @lru_cache(maxsize=4096)
-def _parsed(layouts: tuple[str, ...]) -> tuple[Sequence[tuple[Layout, Layout]], Sequence[bool]]:
+def _parsed(layouts: tuple[str, ...]) -> tuple[tuple[tuple[Layout, Layout], ...], tuple[bool, ...]]:
     """Layouts of weights with those of their biases, and in which output features come first."""
     cuts = [parse(layout) for layout in layouts]
-    return [(cut, replace(cut, dim=0)) for cut in cuts], [cut.dim == 0 for cut in cuts]
+    both = tuple((cut, replace(cut, dim=0)) for cut in cuts)
+    return both, tuple(cut.dim == 0 for cut in cuts)
 
 
 def _products(

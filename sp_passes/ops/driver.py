@@ -160,3 +160,20 @@ class Driver:
         (error,) = self._follow(stream, event, 0)
         if error:
             self._require(error, "waiting for an event")
+
+    def own_stream(self) -> int:
+        """A new stream of the highest priority: PyTorch's come from a pool and may be shared."""
+        error, _, highest = self._cuda.cuCtxGetStreamPriorityRange()
+        self._require(error, "the priorities of streams")
+        flags = int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        error, made = self._cuda.cuStreamCreateWithPriority(flags, highest)
+        self._require(error, "a stream")
+        return int(made)
+
+    def done(self, stream: int) -> bool:
+        """Whether all that the stream has got is over."""
+        (error,) = self._cuda.cuStreamQuery(stream)
+        if error == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._require(error, "a look at a stream")
+        return True

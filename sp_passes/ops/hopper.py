@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from .. import _private
-from . import copy_engine, hopper_code, mailbox, nvrtc, one_shot, symmetric, tuned, unfused
+from . import (
+    copy_engine,
+    hopper_code,
+    mailbox,
+    nvrtc,
+    one_shot,
+    symmetric,
+    tuned,
+    unfused,
+    watch,
+)
 from .decode import DTYPES
 from .hopper_code import MOST_PIECES, MOST_RANKS, MOST_WEIGHTS, Arguments, code, macros_of
 from .hopper_widths import BM, COPIED, PUSHED, width_back, width_for
@@ -264,6 +274,8 @@ def for_group(pg: Any, device: torch.device, nbytes: int) -> Peers:
     """Buffers in symmetric memory for calls that move up to ``nbytes``. Collective."""
     half = rounded(nbytes)
     at, buffer = one_shot.shared(pg, device, buffer_bytes(nbytes))
+    seconds = hopper_code.SPIN_SECONDS
+    watch.not_seen(f"waits of hopper's kernels, which end themselves after {seconds} s,", pg)
     made = Peers(pg.rank(), at, [base + 2 * half for base in at], buffer[: 2 * half], half)
     made.kept = buffer
     return made

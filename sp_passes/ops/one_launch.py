@@ -13,6 +13,7 @@ first call, which cannot be captured. Calls of one group come in one order on ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SPError
-from . import one_shot, unfused
+from . import one_shot, unfused, waits, watch
 from .decode import triton_missing
 from .kernels import Call, no_peers, register_kernel
 from .shared import for_good
@@ -68,6 +69,10 @@ class OneLaunch:
         self._table = torch.tensor(rows, dtype=torch.int64, device=mine.device)
         self._calls = torch.zeros(one_shot.PROGRAMS, dtype=torch.int32, device=mine.device)
 
+    def signals(self) -> Sequence[waits.Signals]:
+        ops = "all_gather or reduce_scatter of one_shot"
+        return (waits.Delivered(self.rank, one_shot.flags_of(self.buffer, self.size), ops),)
+
     def loop_back(self, slot_bytes: int) -> None:
         """Let one process stand in for all ranks, as rank 0, in calls of ``slot_bytes`` a rank.
 
@@ -85,7 +90,7 @@ class OneLaunch:
         code.push_rows[(one_shot.PROGRAMS,)](
             data, out.view(-1).view(data.dtype), self._table, self._calls, data.numel(),
             data.numel(), MOST_BYTES // item, self.rank,
-            COPY=True, SIZE=self.size, LANES=self.lanes, BLOCK=_BYTES // item,
+            COPY=True, SIZE=self.size, LANES=self.lanes, BLOCK=_BYTES // item, ASM=x.is_cuda,
         )  # fmt: skip
         return out
 
@@ -98,7 +103,7 @@ class OneLaunch:
         code.push_add[(one_shot.PROGRAMS,)](
             x, x, out, self._table, self._calls, out.numel(), 1, out.numel(),
             MOST_BYTES // item, self.rank,
-            HAS_BIAS=False, SIZE=self.size, LANES=self.lanes, BLOCK=_BYTES // item,
+            HAS_BIAS=False, SIZE=self.size, LANES=self.lanes, BLOCK=_BYTES // item, ASM=x.is_cuda,
         )  # fmt: skip
         return out
 
@@ -117,7 +122,9 @@ def loop_back(device: torch.device, size: int, slot_bytes: int) -> OneLaunch:
 
 def _make(pg: Any, device: torch.device) -> OneLaunch:
     bases, mine = one_shot.shared(pg, device, buffer_bytes(pg.size()))
-    return OneLaunch(bases, mine, pg.rank())
+    made = OneLaunch(bases, mine, pg.rank())
+    watch.start(made, pg, device)
+    return made
 
 
 # By group name, with the group: a later group may have the name of one that is gone.

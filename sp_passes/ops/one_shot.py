@@ -9,13 +9,14 @@ peer, so every peer has read the rows of call i, and the other way round.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import SPError
-from . import decode
+from . import decode, waits, watch
 from .decode import Activation
 from .shared import allocate
 
@@ -26,6 +27,11 @@ ITEMSIZE = 2
 
 def flag_bytes(size: int) -> int:
     return -(-PROGRAMS * size * 4 // 1024) * 1024
+
+
+def flags_of(buffer: Tensor, size: int, at: int = 0) -> Tensor:
+    """The flags ``[PROGRAMS, size]`` in a rank's buffer, from byte ``at`` on."""
+    return buffer[at : at + PROGRAMS * size * 4].view(torch.int32).view(PROGRAMS, size)
 
 
 def buffer_bytes(size: int, rows: int, k: int, n: int) -> int:
@@ -73,6 +79,14 @@ class OneShot:
         rows = [[base + offset for base in bases] for offset in offsets]
         return torch.tensor(rows, dtype=torch.int64, device=self.buffer.device)
 
+    def signals(self) -> Sequence[waits.Signals]:
+        gathered = flags_of(self.buffer, self.size)
+        added = flags_of(self.buffer, self.size, flag_bytes(self.size))
+        return (
+            waits.Delivered(self.rank, gathered, "rows of ag_mlp_rs"),
+            waits.Delivered(self.rank, added, "addends of ag_mlp_rs"),
+        )
+
     def loop_back(self) -> None:
         """Let one process stand in for all: what it pushes to peer p lands in its own slot p.
 
@@ -94,7 +108,7 @@ class OneShot:
         self._fits(rows, k, self.k)
         code.push_rows[(PROGRAMS,)](
             x, x, self._gather, self._calls[0], x.numel(), rows * k, 0, self.rank,
-            COPY=False, SIZE=self.size, LANES=self.lanes, BLOCK=BLOCK,
+            COPY=False, SIZE=self.size, LANES=self.lanes, BLOCK=BLOCK, ASM=x.is_cuda,
         )  # fmt: skip
         count = self.size * rows * k * ITEMSIZE
         flat = self.buffer[self._start : self._start + count].view(x.dtype)
@@ -111,6 +125,7 @@ class OneShot:
             parts, parts if bias is None else bias, out, self._add, self._calls[1],
             out.numel(), n, rows * n, 0, self.rank,
             HAS_BIAS=bias is not None, SIZE=self.size, LANES=self.lanes, BLOCK=BLOCK,
+            ASM=parts.is_cuda,
         )  # fmt: skip
         return out
 
@@ -132,7 +147,9 @@ def for_group(pg: Any, device: torch.device, rows: int, k: int, n: int, inner: i
         rows: most tokens that one rank owns in a decode step.
     """
     bases, buffer = shared(pg, device, buffer_bytes(pg.size(), rows, k, n))
-    return OneShot(bases, buffer, pg.rank(), rows, k, n, inner)
+    made = OneShot(bases, buffer, pg.rank(), rows, k, n, inner)
+    watch.start(made, pg, device)
+    return made
 
 
 def shared(pg: Any, device: torch.device, nbytes: int) -> tuple[list[int], Tensor]:

@@ -5,7 +5,8 @@
 Program b of a rank handles the same part of the data as program b of every other rank, and
 they meet through flags in symmetric memory: flag ``[b, r]`` of a rank holds the number of
 the last call whose part b rank r has delivered. The numbers only grow (compared so that
-wrapping does not matter) and live on the device, so captured graphs replay.
+wrapping does not matter) and live on the device, so captured graphs replay. Who waits for whom
+can be read from a rank's own flags (``waits.Delivered``).
 
 ``table [3, SIZE]`` int64 holds, for each peer, the addresses of its flags, its slots for
 gathered rows and its slots for addends. A slot belongs to the rank that writes it. LANES is
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .triton_waits import until_all
 
 
 @triton.jit
@@ -35,7 +38,7 @@ def _slots(table, at, turn, dtype: tl.constexpr):
 
 
 @triton.jit
-def _meet(table, calls, RANK, SIZE: tl.constexpr, LANES: tl.constexpr):
+def _meet(table, calls, RANK, SIZE: tl.constexpr, LANES: tl.constexpr, ASM: tl.constexpr):
     """Publish this program's stores to its peers and wait for theirs."""
     program = tl.program_id(0)
     call = tl.load(calls + program) + 1
@@ -45,10 +48,7 @@ def _meet(table, calls, RANK, SIZE: tl.constexpr, LANES: tl.constexpr):
     theirs = tl.load(table + peer, mask=real, other=0).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(theirs + program * SIZE + RANK, call, mask=real, sem="release", scope="sys")
     mine = tl.load(table + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE + peer
-    missing = 1
-    while missing > 0:
-        seen = tl.atomic_add(mine, 0, mask=real, sem="acquire", scope="sys")
-        missing = tl.sum((real & (seen - call < 0)).to(tl.int32), 0)
+    until_all(mine, call, real, ASM)
     tl.debug_barrier()
     tl.store(calls + program, call)
 
@@ -57,6 +57,7 @@ def _meet(table, calls, RANK, SIZE: tl.constexpr, LANES: tl.constexpr):
 def push_rows(
     x, out, table, calls, n, stride, half, RANK,
     COPY: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """``x [n]`` into this rank's slot of every rank; returns when all slots are here.
 
@@ -70,7 +71,7 @@ def push_rows(
         for peer in tl.static_range(SIZE):
             slots = _slots(table, SIZE + peer, turn, dtype)
             tl.store(slots + RANK * stride + at, value, mask=at < n)
-    _meet(table, calls, RANK, SIZE, LANES)
+    _meet(table, calls, RANK, SIZE, LANES, ASM)
     if COPY:
         slots = _slots(table, SIZE + RANK, turn, dtype)
         for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -84,6 +85,7 @@ def push_rows(
 def push_add(
     parts, bias, out, table, calls, n, cols, stride, half, RANK,
     HAS_BIAS: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """``parts [SIZE, n]`` to their owners; ``out [n]`` is the sum of all ranks' addends.
 
@@ -97,7 +99,7 @@ def push_add(
             value = tl.load(parts + peer * n + at, mask=at < n)
             slots = _slots(table, 2 * SIZE + peer, turn, dtype)
             tl.store(slots + RANK * stride + at, value, mask=at < n)
-    _meet(table, calls, RANK, SIZE, LANES)
+    _meet(table, calls, RANK, SIZE, LANES, ASM)
     slots = _slots(table, 2 * SIZE + RANK, turn, dtype)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from .. import _private
 from ..errors import SPError
-from . import mailbox, shared, watch
+from . import mailbox, shared, waits, watch
 from .driver import Driver
 from .lanes import Lanes, words
 from .mailbox import MOST_PIECES, Mailbox
@@ -82,7 +83,13 @@ class SymmetricPeers(Streams):
         self._meet()
         self.no_lanes = ""
         self.lanes = self._agreed(device)
-        watch.start(self, pg)
+        watch.start(self, pg, device)
+
+    def signals(self) -> Sequence[waits.Signals]:
+        if self.lanes is None:
+            return ()
+        words = waits.Taken(self.rank, self._words, "copy_engine, hopper_copy or triton")
+        return words, waits.Counted(self.mailbox, "triton's ag_gemm")
 
     def _require_signals(self) -> None:
         """Each channel takes a 32-bit word of the pad for every rank."""

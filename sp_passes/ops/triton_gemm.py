@@ -8,7 +8,8 @@ Against ``copy_engine`` the product is not cut, so medium token counts keep its 
 Needs Hopper or later (tensor descriptors) and 16-byte rows; else that one runs.
 
 While the product waits it may have every multiprocessor, so nothing that it waits for may be a
-kernel: the barrier is over before it starts, and rows and signals are copies.
+kernel: the barrier is over before it starts, and rows and signals are copies. It does not wait for
+ever (``triton_waits``).
 """
 
 from __future__ import annotations

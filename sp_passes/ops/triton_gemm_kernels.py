@@ -15,32 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _wait(flag, want, ASM: tl.constexpr):
-    """Spin until ``flag`` reaches ``want``; returns 0, to be added to what depends on it."""
-    if ASM:
-        late = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred p;
-            .reg .b32 seen;
-            again:
-            ld.acquire.sys.global.b32 seen, [$1];
-            sub.s32 $0, seen, $2;
-            setp.lt.s32 p, $0, 0;
-            @p bra again;
-            fence.proxy.async.global;
-            min.s32 $0, $0, 0;
-            }
-            """,
-            "=&r,l,r", [flag, want], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        late = 1
-        while late > 0:
-            late = (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - want < 0).to(tl.int32)
-    return late
+from .triton_waits import until
 
 
 @triton.jit
@@ -164,7 +139,7 @@ def ag_gemm(
         tm, tn = _tile(tile % per, tiles_m, tiles_n, GROUP)
         row = src * rows + piece * piece_rows + tm * BM
         want = tl.load(numbers + piece)
-        ready = row + _wait(flags + src * STRIDE + piece, want, ASM)
+        ready = row + until(flags + src * STRIDE + piece, want, ASM)
         _compute(
             arrived, weight, extra, out_tma, out, bias, ready, row, tn * step,
             (src + 1) * rows, K, N,

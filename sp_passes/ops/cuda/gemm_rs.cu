@@ -3,10 +3,10 @@
 #include "hopper.h"
 
 constexpr u32 PANEL = BM * 128;  // bytes of 64 columns of a tile
-// A tile of the product is in shared memory; it has been taken, so the next one may come. Barriers
-// of the block, since the sanitizer's racecheck follows them: of an mbarrier at which one lane
-// arrives for its warp it reports hazards.
-constexpr int STORED = 1, TAKEN = 2, HANDOVER = 256 + 32 * PUSHERS;
+// A barrier of the block: a tile of the product is in shared memory. That it has been taken is said
+// at the mbarrier `taken`, by every lane. (The sanitizer's racecheck follows neither one lane that
+// arrives for its warp nor reads in front of a bar.arrive.)
+constexpr int STORED = 1, HANDOVER = 256 + 32 * PUSHERS;
 
 // Of 8 columns of a tile in shared memory; rows that are written together fall on other banks.
 __device__ inline u32 sent_at(const Block &s, int row, int col) {
@@ -157,7 +157,7 @@ __device__ inline void take_tiles(const Call &c, const Block &s, int half, int t
             const u64 slot = (u64)c.rows * n * 2 * (COPIES ? tile.chunk : c.rank);
             move_share(mine, s, n, to + slot);
         }
-        if (t + gridDim.x < tiles) barrier_arrive<TAKEN, HANDOVER>();
+        bar_arrive(s.taken);
         if (owner != c.rank)
             count_in(COPIES ? c.ready + tile.chunk * MOST_PIECES + tile.row / c.piece_tiles
                             : counter(c, owner, half, c.rank, tile.row));
@@ -185,10 +185,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) gemm_rs(const __grid_consta
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
         const int group = threadIdx.x / 128 - 1;
+        u32 left = 0;  // tiles in shared memory for the other warps
         for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
             float d[ACC];
             product(c, s, stage, group, d);
-            if (t != blockIdx.x) barrier_sync<TAKEN, HANDOVER>();
+            if (left) bar_wait(s.taken, (left - 1) & 1);
+            left++;
             each_eight(d, [&](int row, int col, const u32(&v)[4]) {
                 store16_shared(sent_at(s, group * 64 + row, col), v);
             });

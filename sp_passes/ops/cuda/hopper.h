@@ -54,7 +54,7 @@ static_assert(sizeof(Call) == CALL_BYTES, "hopper_code.Arguments has other field
 
 // ---- what a block has --------------------------------------------------------------------
 struct Block {
-    u32 a, b, sent, full, empty;  // addresses in shared memory
+    u32 a, b, sent, full, empty, taken;  // addresses in shared memory
 };
 
 __device__ inline Block arrange(unsigned char *raw, u32 sent_bytes) {
@@ -62,11 +62,13 @@ __device__ inline Block arrange(unsigned char *raw, u32 sent_bytes) {
     u32 at = (shared_of(raw) + 1023) / 1024 * 1024;
     s.a = at, s.b = at + STAGES * A_BYTES, s.sent = s.b + STAGES * B_BYTES;
     s.full = s.sent + sent_bytes, s.empty = s.full + 8 * STAGES;
+    s.taken = s.empty + 8 * STAGES;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             bar_init(s.full + 8 * i, 1);
             bar_init(s.empty + 8 * i, 2);
         }
+        bar_init(s.taken, 32 * PUSHERS);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
     }
     __syncthreads();
