@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .sanitize import PARTS, RACECHECK
 from .timing import versions
 
 
@@ -60,8 +61,8 @@ class Step:
 
 _SANITIZE = (("CUDA_VISIBLE_DEVICES", "0"), ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
 _CHECKED = (
-    "--error-exitcode 1 --report-api-errors no --print-limit 20"
-    f" {sys.executable} -m sp_passes.bench.sanitize"
+    "compute-sanitizer --tool {tool} --error-exitcode 1 --report-api-errors no --print-limit 20"
+    f" {sys.executable} -m sp_passes.bench.sanitize --parts "
 )
 _KERNELS = "--no-mlp --seconds 60 --save {out}/kernels.json"
 _METRICS = ["SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats"]
@@ -77,9 +78,9 @@ STEPS = (
     Step("regional", "sp_passes.bench.regional --ranks {n} --out {out}/regional.json",
          30, 90, 2, results=True),
     *(
-        Step(tool, f"compute-sanitizer --tool {tool} {_CHECKED}", 45, 150,
+        Step(tool, _CHECKED.replace("{tool}", tool) + ",".join(parts), 60, 150,
              needs="compute-sanitizer", results=True, environment=_SANITIZE)
-        for tool in ("memcheck", "racecheck")
+        for tool, parts in (("memcheck", PARTS), ("racecheck", RACECHECK))
     ),
     Step("multirank", "sp_passes.bench.multirank --ranks {n} --full --out {out}/multirank.json"
          " --kernels copy_engine,triton,hopper,hopper_copy,torch", 85, 180, 2),

@@ -204,6 +204,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "hopper_copy": hopper_copies,
 }
 CUDA_CODE = ("decode_hopper", "hopper", "hopper_copy")
+RACECHECK = tuple(name for name in PARTS if name != "decode_hopper")
+"""Parts whose synchronisation racecheck follows: not mbarriers at which one lane arrives for its
+warp (bench/NOTES.md, section 5)."""
 
 
 def why_not(name: str) -> str | None:
