@@ -17,7 +17,7 @@ import torch
 
 from .errors import ShardingError
 
-_TEXT = re.compile(r"S(\d+)\[(=?\d+(?:,=?\d+)*)\]")
+_TEXT = re.compile(r"S(\d+)\[(=?\d+(?:,=?\d+)*)\]", re.ASCII)
 _LOCAL = re.compile(r"L([01])")
 
 

@@ -87,8 +87,11 @@ class Pool:
         self, job: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float
     ) -> Any:
         message = pickle.dumps((job, world, args))
-        for pipe in self.pipes[:world]:
-            pipe.send_bytes(message)
+        for rank, pipe in enumerate(self.pipes[:world]):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                raise self._died(rank) from None
         out: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while len(out) < world:
@@ -102,13 +105,14 @@ class Pool:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
                     out[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    code = self.processes[rank].join(5)
-                    self.kill()
-                    raise RuntimeError(
-                        f"the process of rank {rank} died (exit code {code})"
-                    ) from None
+                except (EOFError, OSError):
+                    raise self._died(rank) from None
         return [out[rank] for rank in range(world)]
+
+    def _died(self, rank: int) -> RuntimeError:
+        code = self.processes[rank].join(5)
+        self.kill()
+        return RuntimeError(f"the process of rank {rank} died (exit code {code})")
 
     def kill(self) -> None:
         """End this pool's own processes, by pid."""

@@ -420,3 +420,23 @@ def test_python_s_end_stops_the_threads_first(monkeypatch: pytest.MonkeyPatch) -
     assert not thread.is_alive() and time.monotonic() - begin < 1.5
     after = {one.ident for one in threading.enumerate() if one.name.startswith("sp_passes watch")}
     assert len(before - after) >= 2
+
+
+def test_a_watch_that_cannot_start_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*about: Any) -> None:
+        raise TypeError("other bindings")
+
+    made: Any = SimpleNamespace(rank=0, size=SIZE, signals=lambda: [taken(0)])
+    group: Any = SimpleNamespace(group_name="7")
+    monkeypatch.setenv(watch.VARIABLE, "60")
+    monkeypatch.setattr(watch, "Driver", lambda: None)
+    monkeypatch.setattr(watch, "Reader", refuse)
+    assert watch.start(made, group, torch.device("cpu")) is None
+    monkeypatch.setattr(watch, "_lives", lambda *about: True)
+    monkeypatch.setattr(watch, "Apart", refuse)
+    watch.follow(Watch(0, SIZE, [taken(0)], 0.05), Read(lambda: None), "7", None, True)
+    assert caplog.messages == [
+        "group 7 is not watched: other bindings", "group 7 is not watched any more: other bindings",
+    ]  # fmt: skip

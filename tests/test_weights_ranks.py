@@ -411,6 +411,17 @@ def ranks_of(at: Rank) -> int:
     return at.rank
 
 
+def test_the_harness_starts_again_where_an_idle_rank_has_died() -> None:
+    """It costs the next job only."""
+    assert ranks.run(ranks_of, 2) == [0, 1]
+    assert ranks._pool is not None
+    ranks._pool.processes[1].kill()
+    ranks._pool.processes[1].join(5)
+    with pytest.raises(RuntimeError, match=r"the process of rank 1 died \(exit code -9\)"):
+        ranks.run(ranks_of, 2)
+    assert ranks.run(ranks_of, 2) == [0, 1]
+
+
 def failing(at: Rank) -> None:
     raise SPError(f"rank {at.rank}")
 

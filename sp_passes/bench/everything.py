@@ -225,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
     gpus = torch.cuda.device_count()
     rows = everything([known[name] for name in names], args.out, args.budget, gpus)
-    return int(any(row.get("code", 0) != 0 for row in rows))
+    ran = [row for row in rows if "code" in row]
+    return int(not ran or any(row["code"] != 0 for row in ran))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..ops import hopper, hopper_code, hopper_widths, triton_gemm
 from .hopper import DEVICE, draw
 from .links import LoopBackPeers
-from .timing import relative_error, replay_us, versions
+from .timing import need_gpus, relative_error, replay_us, versions
 
 # (n, k) of one rank of Kimi-K3 at TP8: KDA, MLA, shared experts, q_a + kv_a; and their way back.
 AG_SHAPES = ((6288, 7168), (3648, 7168), (1536, 7168), (2112, 7168))
@@ -254,8 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.out is None and not args.profile:
         parser.error("--out is needed, or --profile")
-    if not torch.cuda.is_available():
-        parser.error("it needs a GPU, torch sees none")
+    need_gpus(parser)
     hopper_code.SPIN_SECONDS = 3  # nothing is waited for
     command = "python -m sp_passes.bench.gemm " + " ".join(argv or sys.argv[1:])
     rows: list[dict[str, Any]] = []

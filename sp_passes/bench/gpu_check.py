@@ -24,7 +24,7 @@ from ..ops.decode import Tiling
 from . import decode as decode_bench
 from . import kernels as kernels_bench
 from .links import LINKS
-from .timing import ceilings, versions
+from .timing import ceilings, need_gpus, versions
 
 Results = dict[str, Any]
 
@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--full", action="store_true", help="more sizes and repetitions")
     args = parser.parse_args(argv)
+    need_gpus(parser)
     args.out.mkdir(parents=True, exist_ok=True)
     results: Results = {
         "command": "python -m sp_passes.bench.gpu_check " + " ".join(argv or sys.argv[1:]),

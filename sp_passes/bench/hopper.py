@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..ops import hopper, hopper_code, hopper_copy, hopper_widths
 from .links import LoopBackPeers
-from .timing import host_us, relative_error, replay_us, versions
+from .timing import host_us, need_gpus, relative_error, replay_us, versions
 
 Row = dict[str, Any]
 DEVICE = torch.device("cuda", 0)
@@ -187,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="check,loop")
     args = parser.parse_args(argv)
+    need_gpus(parser)
     hopper_code.SPIN_SECONDS = 3
     command = "python -m sp_passes.bench.hopper " + " ".join(argv or sys.argv[1:])
     results: dict[str, Any] = {"command": command, **versions()}

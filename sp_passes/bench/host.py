@@ -46,7 +46,7 @@ from .host_check import AT_ONCE, DTYPE, Row, check_rows, forced, schedule_rows, 
 from .host_whole import whole_rows
 from .links import LoopBackPeers
 from .multirank import passed
-from .timing import versions
+from .timing import need_gpus, versions
 
 
 class Sizes(NamedTuple):
@@ -364,6 +364,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--schedules", action="store_true", help="device times; needs torchrun")
     parser.add_argument("--calls", type=int, default=1000, help="back to back, with --check")
     args = parser.parse_args(argv)
+    if args.device == "cuda":
+        need_gpus(parser)
+    if (args.check or args.schedules) and "LOCAL_RANK" not in os.environ:
+        parser.error("--check and --schedules need torchrun")
     result = over_links(args) if "LOCAL_RANK" in os.environ else alone(args)
     if result.get("rank", 0) == 0:
         _save(args, result)

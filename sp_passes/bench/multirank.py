@@ -35,7 +35,7 @@ from ..ops.kernels import _TABLE
 from . import multirank_collectives
 from .multirank_collectives import draw, nap
 from .multirank_decode import one_shot_row, op_row
-from .timing import relative_error, versions
+from .timing import need_gpus, relative_error, versions
 
 Row = dict[str, Any]
 # (n, k) of this rank's weight at TP8: KDA, MLA and shared-expert inputs; q_a+kv_a.
@@ -324,7 +324,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args(argv)
+    need_gpus(parser)
     sizes = [int(size) for size in args.ranks.split(",")]
+    if min(sizes) < 2:
+        parser.error(f"--ranks {args.ranks}: groups of at least 2")
     start = time.monotonic()
     kernels, alone = (
         [name for name in text.split(",") if name] for text in (args.kernels, args.collectives)

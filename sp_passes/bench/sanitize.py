@@ -15,6 +15,7 @@ tensors, in float16.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -204,6 +205,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "hopper_copy": hopper_copies,
 }
 CUDA_CODE = ("decode_hopper", "hopper", "hopper_copy")
+TRITON_CODE = ("one_launch", "triton_ag", "decode")
 RACECHECK = tuple(name for name in PARTS if name != "decode_hopper")
 """Parts whose synchronisation racecheck follows: not mbarriers at which one lane arrives for its
 warp (bench/NOTES.md, section 5)."""
@@ -213,6 +215,8 @@ def why_not(name: str) -> str | None:
     """Why a part cannot run here, or None."""
     if name in CUDA_CODE and (DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0)):
         return "it needs a GPU of compute capability 9.0"
+    if name in TRITON_CODE and DEVICE != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it needs a GPU, or TRITON_INTERPRET=1"
     return None
 
 
@@ -221,6 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args(argv)
     names, ran, failed = args.parts.split(","), 0, []
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     for name in names:
         reason = why_not(name)
         if reason is not None:

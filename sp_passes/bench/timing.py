@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 import torch
 
 
-def versions() -> dict[str, str]:
+def need_gpus(parser: ArgumentParser, count: int = 1) -> None:
+    """Ends the program with a message where torch sees fewer."""
+    found = torch.cuda.device_count()
+    if found < count:
+        parser.error(f"it needs {count} GPU{'s' * (count > 1)}, torch sees {found or 'none'}")
+
+
+def versions() -> dict[str, str | None]:
     """What a result was measured with."""
     try:
         import triton
@@ -24,7 +32,7 @@ def versions() -> dict[str, str]:
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
+        "cuda": torch.version.cuda,
         "triton": found,
         "python": platform.python_version(),
         "device": device,

@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 from ..ops import hopper_code, symmetric, watch
 from ..ops.kernels import _TABLE
+from .timing import need_gpus
 from .watch_calls import HIDDEN, KINDS, ROWS, SIZE, prepare
 
 LATE_S, IN_DRIVER_S, SPIN_S = 1.4, 2.4, 5
@@ -345,9 +346,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.case.startswith("limit"):
             os._exit(0)  # nothing on this GPU works any more in this process
         return 0
-    if torch.cuda.device_count() < SIZE:
-        print(f"watch_check needs {SIZE} GPUs")
-        return 1
+    need_gpus(parser, SIZE)
     rows = []
     for row in run([args.case] if args.case else list(CASES)):
         rows.append(row)

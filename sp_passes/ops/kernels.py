@@ -170,7 +170,8 @@ def choose(
     if requested != "auto":
         rows = [k for k in rows if k.name == requested]
         if not rows:
-            raise SPError(f"no kernel {requested!r} for {call.op}; there are {kernel_names()}")
+            known = ("auto", *names_of(call.op))
+            raise SPError(f"no kernel {requested!r} for {call.op}; there are {known}")
         reason = away.get((call.op, requested)) or rows[0].why_not(call)
         if reason is not None:
             raise SPError(

@@ -160,7 +160,7 @@ class Watch:
 def start(workspace: Workspace, pg: Any, device: torch.device) -> threading.Thread | None:
     """Watch a workspace of a group, if that is asked for; else a line in the log.
 
-    A wrong variable changes nothing about what the ranks run.
+    Whatever fails here changes nothing about what the ranks run.
     """
     try:
         found = asked()
@@ -169,15 +169,16 @@ def start(workspace: Workspace, pg: Any, device: torch.device) -> threading.Thre
         signals = workspace.signals()
         if not signals:
             raise SPError("it does not move by driver calls")
-        read = Reader(signals, device, Driver())
-    except (SPError, RuntimeError) as err:
-        log.error("group %s is not watched: %s", pg.group_name, err)
+        watch = Watch(workspace.rank, workspace.size, signals, found[0])
+        about = (
+            watch, Reader(signals, device, Driver()), pg.group_name, weakref.ref(pg), found[1]
+        )  # fmt: skip
+        thread = threading.Thread(target=follow, args=about, name="sp_passes watch", daemon=True)
+        thread.start()
+    except Exception as err:
+        log.error("group %s is not watched: %s", pg.group_name, err or type(err).__name__)
         return None
-    watch = Watch(workspace.rank, workspace.size, signals, found[0])
-    about = (watch, read, pg.group_name, weakref.ref(pg), found[1])
-    thread = threading.Thread(target=follow, args=about, name="sp_passes watch", daemon=True)
     _threads.add(thread)
-    thread.start()
     return thread
 
 
@@ -267,7 +268,7 @@ class Apart:
                 self._found.put(self._read())
             except Exception as err:  # the other thread's to judge
                 self._found.put(err)
-        with suppress(RuntimeError, SPError):  # nothing is copied where calls are refused
+        with suppress(Exception):  # nothing is copied where calls are refused
             self._read.drain()
 
     def __call__(self) -> Held | None:
@@ -290,9 +291,9 @@ class Apart:
 
 def follow(watch: Watch, read: Reads, name: str, pg: Any, abort: bool) -> None:
     """The thread: until the group is gone, or Python ends."""
-    pause, seen = min(1.0, watch.limit / 10), 0.0
-    apart = Apart(read)
+    pause, seen, apart = min(1.0, watch.limit / 10), 0.0, None
     try:
+        apart = Apart(read)
         while _lives(name, pg) and not _ends.is_set():
             held, now = apart(), time.monotonic()
             if held is not None:
@@ -304,12 +305,14 @@ def follow(watch: Watch, read: Reads, name: str, pg: Any, abort: bool) -> None:
             if abort and watch.late:
                 _end()
             _ends.wait(pause / 20 if watch.pending else pause)
-    except (RuntimeError, SPError) as err:
-        log.error("group %s is not watched any more: %s%s", name, err, watch.last_seen())
+    except Exception as err:
+        text = str(err) or type(err).__name__
+        log.error("group %s is not watched any more: %s%s", name, text, watch.last_seen())
         if abort and seen:  # else the watch could not be set up, which ends nobody
             _end_unless_gone(watch, name, pg, pause)
     finally:
-        apart.close()
+        if apart is not None:
+            apart.close()
 
 
 def _end_unless_gone(watch: Watch, name: str, pg: Any, pause: float) -> None:
