@@ -133,7 +133,8 @@ def test_a_wrong_kernel_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.multirank
 def test_soak_on_ranks() -> None:
-    found = CliRunner().invoke(app, ["bench", "soak", "--minutes", "0.01", "--seed", "2", "--json"])
+    """Every op is among the first calls of this seed: on a slow machine there are no more."""
+    found = CliRunner().invoke(app, ["bench", "soak", "--minutes", "0.01", "--seed", "3", "--json"])
     result = json.loads(found.stdout)
     assert found.exit_code == 0 and result["failures"] == []
     assert {name.split()[0] for name in result["counts"]} == set(soak_calls.OPS)
