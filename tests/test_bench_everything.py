@@ -83,3 +83,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             bench.main(wrong)
         assert message in capsys.readouterr().err
+
+
+def test_a_call_in_which_nothing_ran_is_no_success(tmp_path: Path) -> None:
+    assert bench.main(["--out", str(tmp_path), "--budget", "0", "--only", "models,gemm"]) == 1

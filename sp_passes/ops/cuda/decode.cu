@@ -26,9 +26,7 @@
 
 // ---- instructions
 
-__device__ __forceinline__ void consumers_meet() {
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-}
+__device__ __forceinline__ void consumers_meet() { barrier_sync<1, CONSUMERS>(); }
 // Relaxed: it orders nothing that was stored, only who has come how far.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
